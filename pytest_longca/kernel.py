@@ -1,0 +1,160 @@
+"""Kernel: what an attention implementation declares, and how it is called."""
+
+import importlib.metadata
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from pytest_longca.case import Case
+from pytest_longca.machine import Machine
+from pytest_longca.mask import Form
+from pytest_longca.outcome import NotInstalled, Unsupported
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pytest_longca.inputs import Inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirement:
+    """A distribution that a kernel needs (as `importlib.metadata` names it) and how to install it."""
+
+    distribution: str
+    how: str
+    at_least: str | None = None
+
+    def missing(self) -> NotInstalled | None:
+        try:
+            version = importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return NotInstalled(f"the package {self.distribution} is not installed", self.how)
+        if self.at_least and _release(version) < _release(self.at_least):
+            return NotInstalled(f"{self.distribution} is {version}, at least {self.at_least} is needed", self.how)
+        return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    from packaging.version import Version
+
+    return Version(version).release
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a kernel can do, as data: `refusal` turns it into a reason. What it cannot express, a kernel adds in `supports`.
+
+    `masks` are the forms that the kernel takes: a mask fits if it has one of them. `head_dims` is a range or a tuple.
+    """
+
+    masks: frozenset[Form] = frozenset({Form.PREDICATE})
+    dtypes: frozenset[str] = frozenset({"fp32", "bf16", "fp16", "fp64"})
+    head_dims: range | tuple[int, ...] = range(1, 1025)
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    capability: tuple[int, int] | None = None
+    backward: bool = True
+    gqa: bool = True
+    unequal_head_dims: bool = True
+    empty_sequences: bool = False
+
+    def refusal(self, case: Case, machine: Machine) -> str | None:
+        """Why the case cannot run, or None."""
+        mask = case.mask
+        rules = (
+            (machine.device not in self.devices, f"runs on {' or '.join(sorted(self.devices))} only"),
+            (_older(machine.capability, self.capability), f"needs compute capability {_dotted(self.capability)}, this is {_dotted(machine.capability)}"),
+            (not self.masks & mask.forms, f"takes {' or '.join(sorted(self.masks))}, and {mask.name} has no such form"),
+            (case.dtype not in self.dtypes, f"takes {', '.join(sorted(self.dtypes))}, not {case.dtype}"),
+            (case.head_dim not in self.head_dims, f"head_dim {case.head_dim} is not among {_shown(self.head_dims)}"),
+            (case.head_dim_v not in self.head_dims, f"head_dim_v {case.head_dim_v} is not among {_shown(self.head_dims)}"),
+            (case.head_dim != case.head_dim_v and not self.unequal_head_dims, "needs head_dim_v = head_dim"),
+            (case.direction.needs_backward and not self.backward, "has no backward"),
+            (case.group > 1 and not self.gqa, "needs as many key/value heads as query heads"),
+            (not self.empty_sequences and 0 in (case.seqlen_q, case.seqlen_kv), "takes no sequence of length 0"),
+        )
+        return next((reason for broken, reason in rules if broken), None)
+
+
+def _older(have: tuple[int, int] | None, need: tuple[int, int] | None) -> bool:
+    return need is not None and (have is None or have < need)
+
+
+def _dotted(capability: tuple[int, int] | None) -> str:
+    return ".".join(map(str, capability)) if capability else "a CPU"
+
+
+def _shown(head_dims: range | tuple[int, ...]) -> str:
+    if isinstance(head_dims, range):
+        step = f" in steps of {head_dims.step}" if head_dims.step > 1 else ""
+        return f"{head_dims[0]} to {head_dims[-1]}{step}"
+    return ", ".join(map(str, head_dims))
+
+
+@dataclass(slots=True)
+class Call(ABC):
+    """A kernel bound to a case and its inputs: mask form, plan and layout are ready, only the computation is left.
+
+    `facts` is what the record should say about how it ran: backend, compiled form, determinism.
+    """
+
+    facts: dict[str, str] = field(default_factory=dict)
+
+    @abstractmethod
+    def forward(self) -> "tuple[Tensor, Tensor | None]":
+        """`(out, lse)`: out `[batch, seqlen_q, heads_q, head_dim_v]`, lse fp32 `[batch, heads_q, seqlen_q]`, natural log, or None."""
+
+    @abstractmethod
+    def backward(self, do: "Tensor") -> "tuple[Tensor, Tensor, Tensor]":
+        """`(dq, dk, dv)` of the last forward, shaped like q, k and v, through the backend's public autograd path."""
+
+
+class AutogradCall(Call):
+    """The usual Call: a differentiable function `(q, k, v) -> (out, lse | None)` in BSHD, and torch.autograd.grad."""
+
+    __slots__ = ("_function", "_leaves", "_out")
+
+    def __init__(self, function: "Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]", inputs: "Inputs", needs_backward: bool, **facts: str) -> None:
+        super().__init__(dict(facts))
+        self._function = function
+        self._leaves = tuple(x.detach().requires_grad_(needs_backward) for x in (inputs.q, inputs.k, inputs.v))
+        self._out: Tensor | None = None
+
+    def forward(self) -> "tuple[Tensor, Tensor | None]":
+        out, lse = self._function(*self._leaves)
+        self._out = out
+        return out, lse
+
+    def backward(self, do: "Tensor") -> "tuple[Tensor, Tensor, Tensor]":
+        import torch
+
+        assert self._out is not None, "backward before forward"
+        return torch.autograd.grad(self._out, self._leaves, do, retain_graph=True)  # type: ignore[return-value]  # one gradient a leaf
+
+
+class Kernel(ABC):
+    """An attention implementation. A subclass declares what it can do and binds cases; it imports its backend in `bind` only."""
+
+    name: ClassVar[str]
+    source: ClassVar[str] = ""
+    requires: ClassVar[tuple[Requirement, ...]] = ()
+    capabilities: ClassVar[Capabilities] = Capabilities()
+    deterministic: ClassVar[bool] = False
+    compiles_per_shape: ClassVar[bool] = False
+
+    def missing(self) -> NotInstalled | None:
+        """The first requirement that is not installed, or None. Imports nothing."""
+        return next((gap for need in self.requires if (gap := need.missing())), None)
+
+    def supports(self, case: Case, machine: Machine) -> Unsupported | None:
+        """Why this kernel cannot do the case on such a machine, or None. Pure: no GPU, no backend import."""
+        reason = self.capabilities.refusal(case, machine) or self.also_refuses(case, machine)
+        return Unsupported(reason) if reason else None
+
+    def also_refuses(self, case: Case, machine: Machine) -> str | None:
+        """What `capabilities` cannot express: a reason, or None."""
+        return None
+
+    @abstractmethod
+    def bind(self, case: Case, inputs: "Inputs") -> Call:
+        """Build mask form, plan and layout for the case; timed apart from the call. Raises DidNotRun if the backend refuses."""

@@ -1,0 +1,1 @@
+"""Context parallelism: layouts, planner, communicators and five mechanisms."""
