@@ -114,7 +114,7 @@ class AutogradCall(Call):
 
     __slots__ = ("_function", "_leaves", "_out")
 
-    def __init__(self, function: "Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]", inputs: "Inputs", needs_backward: bool, **facts: str) -> None:
+    def __init__(self, function: "Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]", inputs: "Inputs", needs_backward: bool = True, **facts: str) -> None:
         super().__init__(dict(facts))
         self._function = function
         self._leaves = tuple(x.detach().requires_grad_(needs_backward) for x in (inputs.q, inputs.k, inputs.v))
@@ -141,6 +141,8 @@ class Kernel(ABC):
     capabilities: ClassVar[Capabilities] = Capabilities()
     deterministic: ClassVar[bool] = False
     compiles_per_shape: ClassVar[bool] = False
+    device_kernel_pattern: ClassVar[str] = ""
+    """A regular expression that the profiler's name of at least one device kernel matches; another name is a silent fallback."""
 
     def missing(self) -> NotInstalled | None:
         """The first requirement that is not installed, or None. Imports nothing."""

@@ -1,0 +1,90 @@
+"""Naive-Torch: softmax(q k^T) v with a dense mask, as it is written in a textbook.
+
+Algorithm: scores and softmax in fp32 (fp64 for fp64), P rounded to the case's dtype before P @ V, every product accumulated in
+fp32; gradients come from autograd. A row that sees nothing gives out 0, lse -inf and gradients 0.
+Layout: BSHD in any strides. Dtypes: all. Head dims: all, head_dim_v free. GQA: yes. Directions: forward and backward.
+Architectures: any. Determinism: yes on the CPU; on a GPU as torch's matrix products. Memory: O(seqlen_q * seqlen_kv).
+"""
+
+import torch
+from torch import Tensor
+
+from pytest_longca.case import Case
+from pytest_longca.inputs import Inputs
+from pytest_longca.kernel import AutogradCall, Capabilities, Kernel
+from pytest_longca.machine import Machine
+from pytest_longca.mask import Form
+
+SCORE_COPIES = 6
+"""Tensors of the size of the scores that live at once: scores, P, rounded P, their gradients and temporaries (measured: 5 to 6)."""
+DEFAULT_MEMORY_BYTES = 8 * 2**30
+"""What a machine that does not tell its memory is trusted with."""
+
+
+def score_bytes(case: Case) -> int:
+    """What one fp32 (fp64 for fp64) tensor of scores takes: batch * heads_q * seqlen_q * seqlen_kv elements."""
+    return case.batch * case.heads_q * case.seqlen_q * case.seqlen_kv * (8 if case.dtype == "fp64" else 4)
+
+
+def too_long_for_scores(case: Case, machine: Machine) -> str | None:
+    """The refusal of a kernel that holds all scores at once: above half of the machine's memory (8 GiB if unknown)."""
+    needed, allowed = SCORE_COPIES * score_bytes(case), (machine.memory_bytes or 2 * DEFAULT_MEMORY_BYTES) // 2
+    if needed <= allowed:
+        return None
+    return f"holds all scores at once, about {needed / 2**30:.1f} GiB for this case, and is limited to {allowed / 2**30:.1f} GiB here: use shorter sequences"
+
+
+class Naive(Kernel):
+    """The textbook form in plain torch operations."""
+
+    name = "naive"
+    source = "torch"
+    capabilities = Capabilities(masks=frozenset({Form.PREDICATE}), empty_sequences=True)
+    deterministic = True
+    device_kernel_pattern = r"gemm|softmax|sgemm|cutlass|cublas"
+
+    def also_refuses(self, case: Case, machine: Machine) -> str | None:
+        return too_long_for_scores(case, machine)
+
+    def bind(self, case: Case, inputs: Inputs) -> AutogradCall:
+        hidden, empty = split_mask(case, case.mask.dense(inputs.q.device))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return naive_attention(q, k, v, hidden, empty, case.scale)
+
+        return AutogradCall(attend, inputs, case.direction.needs_backward, backend="torch")
+
+
+def split_mask(case: Case, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """`(hidden, empty)`: the keys to mask out, except in rows that see nothing, and those rows.
+
+    Both have the grouped head axes: `[batch or 1, heads_kv or 1, group or 1, seqlen_q, seqlen_kv or 1]`.
+    An empty row keeps its finite scores, so that neither softmax nor its gradient meets inf - inf; it is zeroed afterwards.
+    """
+    heads = (1, 1) if visible.shape[1] == 1 else (case.heads_kv, case.group)
+    visible = visible.unflatten(1, heads)
+    empty = ~visible.any(-1, keepdim=True)
+    return ~visible & ~empty, empty
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, empty: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of BSHD operands under `split_mask`'s masks: out `[batch, seqlen_q, heads_q, head_dim_v]` in q's dtype."""
+    exact = torch.float64 if q.dtype is torch.float64 else torch.float32
+    heads_kv = k.shape[2]
+    q5 = q.to(exact).transpose(1, 2).unflatten(1, (heads_kv, -1))  # [B, Hkv, G, Sq, D]
+    k4, v4 = (x.to(exact).transpose(1, 2) for x in (k, v))
+    scores = _grouped_matmul(q5, k4.mT * scale).masked_fill(hidden, float("-inf"))
+    p = scores.softmax(-1).masked_fill(empty, 0.0)
+    lse = scores.logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
+    out = _grouped_matmul(_rounded(p, q.dtype), v4)
+    return out.flatten(1, 2).transpose(1, 2).to(q.dtype), lse.flatten(1, 2).float()
+
+
+def _grouped_matmul(rows: Tensor, matrix: Tensor) -> Tensor:
+    """`[B, Hkv, G, S, n] @ [B, Hkv, n, m]` without copying the matrix for each of the group's G heads."""
+    return (rows.flatten(2, 3) @ matrix).unflatten(2, rows.shape[2:4])
+
+
+def _rounded(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """P rounded to `dtype` in the forward, with its gradient kept exact (a cast would round dP as well)."""
+    return p if p.dtype is dtype else p + (p.to(dtype).to(p.dtype) - p).detach()
