@@ -13,7 +13,9 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What one item (a kernel on a mask, in one stage) found. Times are `_ms`, sizes `_bytes`; absent is None, never a number that means a word.
+    """What one item (a kernel on a mask, in one stage) found.
+
+    Times are `_ms`, sizes `_bytes`; absent is None, never a number that means a word.
 
     `stage` is "probes", "examples", "case", "timing" or "parallel". `outcome` is an Outcome's `to_json()`.
     `verdicts` are one dict for each judged tensor: tensor, error_over_limit, and the case it was worst on.
@@ -62,7 +64,7 @@ class Record:
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidArgument(f"not a record: {line[:80]!r} ({error}); records are written by --longca-json") from None
         if schema != SCHEMA:
-            raise InvalidArgument(f"a record of schema {schema}, and this version reads schema {SCHEMA}: make the file again with this version")
+            raise InvalidArgument(f"a record of schema {schema}; this version reads schema {SCHEMA}: make the file again with this version")
         try:
             return cls(**data)
         except TypeError as error:
