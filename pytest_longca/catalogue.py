@@ -1,7 +1,15 @@
 """Which kernels and masks there are: built-in ones by name, then what hooks add. Names first, imports when used."""
 
 import importlib
-from typing import Any
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from pytest_longca.errors import InvalidArgument, unknown_name
+
+if TYPE_CHECKING:
+    from pytest_longca.kernel import Kernel
+    from pytest_longca.mask import Mask
 
 KERNELS: dict[str, str] = {
     "naive": "pytest_longca.kernels.naive:Naive",
@@ -50,3 +58,46 @@ def load(path: str) -> Any:
     """The attribute that a "module:attribute" string names."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+class Catalogue:
+    """Kernels and masks by name: the built-in ones and a session's own. Built-in ones are imported when asked for."""
+
+    def __init__(self, kernels: "Iterable[Kernel]" = (), masks: "Iterable[type[Mask]]" = ()) -> None:
+        self._kernels: dict[str, Kernel] = {}
+        self._masks: dict[str, type[Mask]] = {}
+        for kernel in kernels:
+            _add("kernel", kernel.name, kernel, self._kernels, KERNELS)
+        for mask in masks:
+            _add("mask", mask.name, mask, self._masks, MASKS)
+        self.kernel_names = (*KERNELS, *self._kernels)
+        self.mask_names = (*MASKS, *self._masks)
+        self.mask_groups = {**MASK_GROUPS, "all": self.mask_names}
+
+    def kernel(self, name: str) -> "Kernel":
+        """The kernel of that name. Raises InvalidArgument, with the closest names, if there is none."""
+        if name not in self.kernel_names:
+            raise unknown_name("kernel", name, self.kernel_names)
+        if name not in self._kernels:
+            self._kernels[name] = load(KERNELS[name])()
+        return self._kernels[name]
+
+    def mask(self, name: str) -> "type[Mask]":
+        """The class of the mask of that name. Raises InvalidArgument, with the closest names, if there is none."""
+        if name not in self.mask_names:
+            raise unknown_name("mask", name, self.mask_names)
+        if name not in self._masks:
+            self._masks[name] = load(MASKS[name])
+        return self._masks[name]
+
+    def masks(self) -> "dict[str, type[Mask]]":
+        """All mask classes by name, as ids are parsed with."""
+        return {name: self.mask(name) for name in self.mask_names}
+
+
+def _add(kind: str, name: str, value: Any, into: dict[str, Any], built_in: dict[str, str]) -> None:
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise InvalidArgument(f"{kind} name {name!r}: use lower-case letters, digits and underscores, starting with a letter")
+    if name in into or name in built_in:
+        raise InvalidArgument(f"two {kind}s are named {name!r}: rename one of them")
+    into[name] = value

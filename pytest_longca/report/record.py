@@ -4,11 +4,17 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_longca.errors import InvalidArgument
+from pytest_longca.outcome import Outcome, outcome_from_json
+
+if TYPE_CHECKING:
+    from pytest_longca.case import Case
 
 SCHEMA = 1
+
+SHAPE = ("batch", "seqlen_q", "seqlen_kv", "heads_q", "heads_kv", "head_dim", "head_dim_v", "dtype")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +25,11 @@ class Record:
 
     `stage` is "probes", "examples", "case", "timing" or "parallel". `outcome` is an Outcome's `to_json()`.
     `verdicts` are one dict for each judged tensor: tensor, error_over_limit, and the case it was worst on.
-    `samples_ms` are the device times of single calls; `clocks` is the GPU's state around them.
+    `shape` holds the sizes of the case (the names of SHAPE), so that reports need not parse ids.
+    `samples_ms` are the device times of single calls, all from one `process`: several records of one case are several processes.
+    `clocks` is the GPU's state around the samples; `clocks["throttled"]` is true if it held the kernel back.
+    `peaks` is what the device itself was measured to do: matrix_tflop_per_s, copy_gb_per_s.
+    `command` is the command line that made the record, `replay` the one that runs its case alone.
     """
 
     stage: str
@@ -28,11 +38,13 @@ class Record:
     outcome: dict[str, Any]
     reason: str = ""
     case: str | None = None
+    shape: dict[str, Any] = field(default_factory=dict)
     mechanism: str | None = None
     direction: str | None = None
     num_examples: int | None = None
     verdicts: list[dict[str, Any]] = field(default_factory=list)
     samples_ms: list[float] | None = None
+    process: str | None = None
     plan_ms: float | None = None
     compile_ms: float | None = None
     launch_ms: float | None = None
@@ -46,14 +58,20 @@ class Record:
     compiled_form: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     clocks: dict[str, Any] = field(default_factory=dict)
+    peaks: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     commit: str | None = None
+    command: str | None = None
     replay: str | None = None
     schema: int = SCHEMA
 
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain JSON values; numbers that are not finite become strings."""
+        return dict(_finite(dataclasses.asdict(self)))
+
     def to_line(self) -> str:
         """One line of strict JSON (no NaN; infinities as strings), without the newline."""
-        return json.dumps(_finite(dataclasses.asdict(self)), allow_nan=False, separators=(",", ":"))
+        return json.dumps(self.to_json(), allow_nan=False, separators=(",", ":"))
 
     @classmethod
     def from_line(cls, line: str) -> "Record":
@@ -66,9 +84,26 @@ class Record:
         if schema != SCHEMA:
             raise InvalidArgument(f"a record of schema {schema}; this version reads schema {SCHEMA}: make the file again with this version")
         try:
-            return cls(**data)
-        except TypeError as error:
+            record = cls(**data)
+            outcome_from_json(record.outcome)
+        except (TypeError, KeyError, AttributeError) as error:
             raise InvalidArgument(f"not a record: {error}; records are written by --longca-json") from None
+        return record
+
+    @property
+    def result(self) -> Outcome:
+        """What became of the item, as a value."""
+        return outcome_from_json(self.outcome)
+
+    @property
+    def kind(self) -> str:
+        """The outcome's name: "passed", "wrong", ..."""
+        return str(self.outcome["kind"])
+
+
+def shape_of(case: "Case") -> dict[str, Any]:
+    """The sizes of a case, as a record's `shape` holds them."""
+    return {name: getattr(case, name) for name in SHAPE}
 
 
 def _finite(value: Any) -> Any:

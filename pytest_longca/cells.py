@@ -1,0 +1,147 @@
+"""Cells: which kernel meets which mask, on which cases, and how tests are parametrized with them."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_longca.case import Case, Direction
+from pytest_longca.outcome import Outcome
+
+if TYPE_CHECKING:
+    from pytest_longca.session import Session
+
+TYPICAL_SEQLEN = 256
+
+
+def typical_cases(session: "Session", kernel: str, mask: str) -> Iterable[Case]:
+    """Cases that stand for a cell: if the kernel refuses all of them, it takes none. Each dtype, pass and head dimension in turn."""
+    value = session.catalogue.mask(mask).default(TYPICAL_SEQLEN, seed=0)
+    for dtype in session.options.chosen("dtypes", session.machine.device):
+        for head_dim in session.options.chosen("head_dims", session.machine.device):
+            for direction in (Direction.FWD_BWD, Direction.FWD):
+                heads = value.heads
+                yield Case(mask=value, heads_q=heads, heads_kv=heads, head_dim=head_dim, dtype=dtype, direction=direction)
+
+
+def timed_cases(session: "Session", mask: str) -> Iterable[Case]:
+    """The cases of a mask that are timed: every asked-for length, head count, head dimension and dtype, in every pass."""
+    options, device = session.options, session.machine.device
+    for seqlen in options.chosen("seqlens", device):
+        for heads_q, heads_kv in options.chosen("heads", device):
+            for value in timed_masks(session, mask, seqlen, heads_q):
+                for head_dim in options.chosen("head_dims", device):
+                    for direction in options.passes:
+                        yield Case(
+                            mask=value,
+                            heads_q=heads_q,
+                            heads_kv=heads_kv,
+                            head_dim=head_dim,
+                            dtype=options.chosen("dtypes", device)[0],
+                            direction=Direction(direction),
+                            seed=options.seed,
+                        )
+
+
+def timed_masks(session: "Session", mask: str, seqlen: int, heads_q: int) -> Iterable[Any]:
+    """The masks of one kind that are timed at one length; block masks at every block size and density."""
+    return session.catalogue.mask(mask).timed(
+        seqlen,
+        heads=heads_q,
+        seed=session.options.seed,
+        block_sizes=session.options.block_sizes,
+        densities=session.options.densities,
+    )
+
+
+def parametrize(metafunc: pytest.Metafunc, wanted: Sequence[str], session: "Session") -> None:
+    """Parametrize a test over the session's kernels, masks and cases, as far as it asks for them."""
+    names = tuple(wanted)
+    metafunc.parametrize(names, list(_ROWS[names](session)) if names in _ROWS else _unknown(names))
+
+
+def _unknown(names: tuple[str, ...]) -> list[Any]:
+    known = "; ".join(" and ".join(row) for row in _ROWS)
+    raise pytest.UsageError(f"a test asks for {' and '.join(names)}: tests can ask for {known}")
+
+
+def _cell_rows(session: "Session") -> Iterable[Any]:
+    """(kernel name, mask name), for the suite."""
+    for kernel in session.kernels:
+        for mask in session.masks:
+            yield pytest.param(kernel, mask, id=f"{kernel}-{mask}", marks=_refused(session.cell_refusal(kernel, mask)))
+
+
+def _timed_rows(session: "Session") -> Iterable[Any]:
+    """(kernel name, case id), for the suite. A cell that is refused as a whole is one row."""
+    for mask in session.masks:
+        for case in timed_cases(session, mask):
+            for kernel in session.kernels:
+                yield pytest.param(kernel, case.id, id=f"{kernel}-{case.id}", marks=_refused(session.refusal(kernel, case)))
+
+
+def _replayed_rows(session: "Session") -> Iterable[Any]:
+    """(kernel name, case id) of --longca-case, for the suite."""
+    from pytest_longca.ids import parse_case
+
+    if session.options.case is None:
+        return
+    case = parse_case(session.options.case, session.catalogue.masks())
+    for kernel in session.kernels:
+        yield pytest.param(kernel, case.id, id=f"{kernel}-{case.id}", marks=_refused(session.refusal(kernel, case)))
+
+
+def _kernel_rows(session: "Session") -> Iterable[Any]:
+    """(Kernel,), for users' tests."""
+    for name in session.kernels:
+        kernel = session.catalogue.kernel(name)
+        yield pytest.param(kernel, id=name, marks=_refused(kernel.missing()))
+
+
+def _mask_rows(session: "Session") -> Iterable[Any]:
+    """(Mask class,), for users' tests."""
+    for name in session.masks:
+        yield pytest.param(session.catalogue.mask(name), id=name)
+
+
+def _case_rows(session: "Session") -> Iterable[Any]:
+    """(Case,), for users' tests."""
+    for mask in session.masks:
+        for case in timed_cases(session, mask):
+            yield pytest.param(case, id=case.id)
+
+
+def _kernel_case_rows(session: "Session") -> Iterable[Any]:
+    """(Kernel, Case), for users' tests."""
+    for kernel, case_id in ((name, case) for name in session.kernels for mask in session.masks for case in timed_cases(session, mask)):
+        yield pytest.param(
+            session.catalogue.kernel(kernel), case_id, id=f"{kernel}-{case_id.id}", marks=_refused(session.refusal(kernel, case_id))
+        )
+
+
+def _kernel_mask_rows(session: "Session") -> Iterable[Any]:
+    """(Kernel, Mask class), for users' tests."""
+    for kernel in session.kernels:
+        for mask in session.masks:
+            yield pytest.param(
+                session.catalogue.kernel(kernel),
+                session.catalogue.mask(mask),
+                id=f"{kernel}-{mask}",
+                marks=_refused(session.cell_refusal(kernel, mask)),
+            )
+
+
+_ROWS: dict[tuple[str, ...], Any] = {
+    ("longca_kernel_name", "longca_mask_name"): _cell_rows,
+    ("longca_kernel_name", "longca_case_id"): _timed_rows,
+    ("longca_kernel_name", "longca_replayed"): _replayed_rows,
+    ("longca_kernel",): _kernel_rows,
+    ("longca_mask",): _mask_rows,
+    ("longca_case",): _case_rows,
+    ("longca_kernel", "longca_mask"): _kernel_mask_rows,
+    ("longca_kernel", "longca_case"): _kernel_case_rows,
+}
+
+
+def _refused(outcome: Outcome | None) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.longca_outcome(outcome)] if outcome else []

@@ -1,0 +1,200 @@
+"""What the suite's tests do with a cell or a case: run it, judge it, record it, and say what failed."""
+
+import functools
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+
+from pytest_longca.collector import PROPERTY
+from pytest_longca.outcome import (
+    Crashed,
+    KnownWrong,
+    NotInstalled,
+    NotVerified,
+    Outcome,
+    OutOfMemory,
+    Passed,
+    TimedOut,
+    Unsupported,
+    Wrong,
+)
+from pytest_longca.report.record import Record
+
+if TYPE_CHECKING:
+    from pytest_longca.case import Case
+    from pytest_longca.checks import Verification
+    from pytest_longca.session import Session
+
+
+@dataclass
+class Findings:
+    """What a cell's cases have shown so far: how many ran, and how close each tensor came to its limit."""
+
+    num_cases: int = 0
+    worst: dict[str, tuple[float, str]] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, case: "Case", verification: "Verification") -> None:
+        self.num_cases += 1
+        self.facts |= verification.facts
+        for tensor, ratio in verification.worst.items():
+            if ratio >= self.worst.get(tensor, (-1.0, ""))[0]:
+                self.worst[tensor] = (ratio, case.id)
+
+    def verdicts(self) -> list[dict[str, Any]]:
+        return [{"tensor": tensor, "error_over_limit": ratio, "case": case} for tensor, (ratio, case) in self.worst.items()]
+
+
+def run_probes(item: pytest.Item, session: "Session", kernel: str, mask: str) -> None:
+    """Judge the exact probes of a cell; the first case that is not right ends it."""
+    from pytest_longca.strategies import probe_cases
+
+    findings = Findings()
+    for case in probe_cases(session.catalogue.mask(mask), session.catalogue.kernel(kernel), session.machine):
+        verification = session.verify(kernel, case, ("probes",))
+        findings.add(case, verification)
+        if not isinstance(verification.outcome, Passed):
+            finish(item, session, "probes", kernel, case, verification, findings)
+    finish_cell(item, session, "probes", kernel, mask, findings)
+
+
+def run_case(item: pytest.Item, session: "Session", kernel: str, case: "Case") -> None:
+    """Replay one case with every check that was asked for."""
+    findings = Findings()
+    verification = session.verify(kernel, case)
+    findings.add(case, verification)
+    finish(item, session, "case", kernel, case, verification, findings)
+
+
+def finish_cell(item: pytest.Item, session: "Session", stage: str, kernel: str, mask: str, findings: Findings) -> None:
+    """Record a cell whose cases all passed; a cell without a case is not a pass."""
+    outcome: Outcome = Passed() if findings.num_cases else NotVerified("no case of this cell could run here")
+    keep(item, _record(session, stage, kernel, mask, outcome, findings))
+    conclude(outcome, "")
+
+
+def finish(
+    item: pytest.Item, session: "Session", stage: str, kernel: str, case: "Case", verification: "Verification", findings: Findings
+) -> None:
+    """Record a case that ended a cell, and pass, skip or fail the test with everything that is needed to redo it."""
+    replay = f"pytest --longca-kernels={kernel} --longca-case='{case.id}'"
+    outcome = known(session, kernel, case, verification.outcome)
+    keep(
+        item, _record(session, stage, kernel, case.mask.name, outcome, findings, case=case.id, direction=str(case.direction), replay=replay)
+    )
+    conclude(outcome, _message(kernel, case, verification, replay))
+
+
+def known(session: "Session", kernel: str, case: "Case", outcome: Outcome) -> Outcome:
+    """The outcome, or KnownWrong where the known-failures file describes it."""
+    if not isinstance(outcome, Wrong | Crashed):
+        return outcome
+    from pytest_longca.known_failures import find
+
+    entry = find(session.catalogue.kernel(kernel), case, session.machine, outcome)
+    return KnownWrong(outcome.reason, entry.name) if entry else outcome
+
+
+def conclude(outcome: Outcome, message: str) -> None:
+    """End the running test as the outcome asks: pass, skip, xfail or fail."""
+    __tracebackhide__ = True
+    match outcome:
+        case Passed():
+            return
+        case Unsupported() | NotInstalled() | NotVerified():
+            pytest.skip(str(outcome))
+        case KnownWrong() | OutOfMemory():
+            pytest.xfail(str(outcome))
+        case Wrong() | Crashed() | TimedOut():
+            pytest.fail(message or str(outcome), pytrace=False)
+
+
+def record_refusal(item: pytest.Item, outcome: Outcome) -> NoReturn:
+    """Record a cell that is refused before anything runs, and skip its test."""
+    from pytest_longca.ids import mask_name_of
+
+    params = item.callspec.params  # type: ignore[attr-defined]  # only parametrized items carry the marker
+    kernel = params.get("longca_kernel_name") or params["longca_kernel"].name
+    case = params.get("longca_case_id")
+    mask = params.get("longca_mask_name") or (mask_name_of(case) if case else "")
+    stage = {"test_probes": "probes", "test_examples": "examples", "test_timing": "timing"}.get(item.originalname, "case")  # type: ignore[attr-defined]
+    keep(item, Record(stage=stage, kernel=kernel, mask=mask, case=case, outcome=outcome.to_json(), reason=str(outcome)))
+    pytest.skip(str(outcome))
+
+
+def keep(item: pytest.Item, record: Record) -> None:
+    """Put the record on the test's report, which carries it to the reporting process."""
+    item.user_properties.append((PROPERTY, record.to_json()))
+
+
+def _record(session: "Session", stage: str, kernel: str, mask: str, outcome: Outcome, findings: Findings, **more: Any) -> Record:
+    return Record(
+        stage=stage,
+        kernel=kernel,
+        mask=mask,
+        outcome=outcome.to_json(),
+        reason="" if isinstance(outcome, Passed) else str(outcome),
+        num_examples=findings.num_cases,
+        verdicts=findings.verdicts(),
+        facts=findings.facts,
+        device=session.machine.name,
+        versions=versions(),
+        commit=commit(),
+        **more,
+    )
+
+
+def _message(kernel: str, case: "Case", verification: "Verification", replay: str) -> str:
+    """Everything a failure says: what is wrong and where, the case, the mask as a picture, and the line that replays it."""
+    from pytest_longca.picture import draw
+
+    lines = [f"{kernel} is {verification.outcome}" if isinstance(verification.outcome, Wrong) else f"{kernel} {verification.outcome}"]
+    lines += [f"  {finding.message}" for finding in verification.findings]
+    lines += [f"case: {case.id}"]
+    lines += [draw(case, verification.findings)]
+    if isinstance(verification.outcome, Crashed) and verification.outcome.stderr:
+        lines += ["the worker's last words:", verification.outcome.stderr]
+    return "\n".join([*lines, f"replay: {replay}"])
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of what decides a result: Python, torch, triton, and every installed kernel package."""
+    import importlib.metadata
+    import platform
+
+    found = {"python": platform.python_version()}
+    for name in (
+        "torch",
+        "triton",
+        "flash-attn",
+        "flash-attn-4",
+        "nvidia-cudnn-frontend",
+        "flashinfer-python",
+        "fastvideo-kernel",
+        "pytest-longca",
+    ):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@functools.cache
+def commit() -> str | None:
+    """The commit of the directory that pytest runs in, with a `+` if it has changes; None outside a repository."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            cwd=Path.cwd(),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return described.stdout.strip() or None

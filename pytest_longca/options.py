@@ -1,0 +1,326 @@
+"""Command line and ini options, as one table, turned once into a frozen value. Imports neither torch nor triton."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pytest_longca.errors import InvalidArgument, unknown_name
+
+SUFFIXES = {"": 1, "k": 1024, "m": 1024**2}
+BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+LONGEST = 4 * 1024**2
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Comma-separated names; empty pieces are dropped.
+
+    >>> names("fa2, flex")
+    ('fa2', 'flex')
+    """
+    return tuple(piece for piece in (part.strip() for part in text.split(",")) if piece)
+
+
+def count(text: str) -> int:
+    """A positive whole number, with an optional k or m (1024, 1024 squared).
+
+    >>> count("8k")
+    8192
+    """
+    match = re.fullmatch(r"(\d+)([km]?)", text.strip().lower())
+    if not match or not (value := int(match[1]) * SUFFIXES[match[2]]):
+        raise InvalidArgument(f"{text!r} is not a positive whole number: write one such as 512 or 8k")
+    return value
+
+
+def whole(text: str) -> int:
+    """A whole number that may be 0."""
+    if not text.strip().isdecimal():
+        raise InvalidArgument(f"{text!r} is not a whole number: write one such as 0 or 7")
+    return int(text)
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    """Sequence lengths in tokens.
+
+    >>> lengths("1k,8k")
+    (1024, 8192)
+    """
+    values = tuple(count(piece) for piece in names(text))
+    if too_long := [value for value in values if value > LONGEST]:
+        raise InvalidArgument(f"sequence length {too_long[0]} is above {LONGEST}: no kernel here is meant for that")
+    return values
+
+
+def heads(text: str) -> tuple[tuple[int, int], ...]:
+    """Head counts as query:key/value.
+
+    >>> heads("64:8,64:64")
+    ((64, 8), (64, 64))
+    """
+    pairs = []
+    for piece in names(text):
+        match = re.fullmatch(r"(\d+):(\d+)", piece)
+        if not match:
+            raise InvalidArgument(f"heads {piece!r}: write query heads, a colon, key/value heads, such as 64:8")
+        heads_q, heads_kv = int(match[1]), int(match[2])
+        if heads_kv < 1 or heads_q < 1 or heads_q % heads_kv:
+            raise InvalidArgument(f"heads {piece}: the query heads must be a multiple of the key/value heads (at least 1), such as 64:8")
+        pairs.append((heads_q, heads_kv))
+    return tuple(pairs)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Positive whole numbers."""
+    return tuple(count(piece) for piece in names(text))
+
+
+def densities(text: str) -> tuple[float, ...]:
+    """Fractions of selected blocks, above 0 and at most 1."""
+    values = tuple(_number(piece) for piece in names(text))
+    if wrong := [value for value in values if not 0 < value <= 1]:
+        raise InvalidArgument(f"density {wrong[0]} is outside 0 (exclusive) to 1: it is the fraction of blocks that are kept")
+    return values
+
+
+def percent(text: str) -> float:
+    """A share such as 5% as a fraction.
+
+    >>> percent("5%")
+    0.05
+    """
+    if not (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())):
+        raise InvalidArgument(f"{text!r} is not a percentage: write one such as 5%")
+    return float(match[1]) / 100
+
+
+def _unit(text: str, units: dict[str, Any], what: str, example: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
+    if not match or match[2] not in units:
+        raise InvalidArgument(f"{text!r} is not {what}: write a number and one of {', '.join(units)}, such as {example}")
+    return float(match[1]) * float(units[match[2]])
+
+
+def size(text: str) -> int:
+    """A size in bytes.
+
+    >>> size("80GB")
+    80000000000
+    """
+    return int(_unit(text, BYTES, "a size", "80GB"))
+
+
+def duration(text: str) -> float:
+    """A time in seconds.
+
+    >>> duration("9m")
+    540.0
+    """
+    return _unit(text, SECONDS, "a time", "9m")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidArgument(f"{text!r} is not a number") from None
+
+
+def text(value: str) -> str:
+    """The text as it is."""
+    return value
+
+
+def among(kind: str, *known: str) -> Callable[[str], tuple[str, ...]]:
+    """A parser of comma-separated names that must be among `known`."""
+
+    def parse(value: str) -> tuple[str, ...]:
+        for name in names(value):
+            if name not in known:
+                raise unknown_name(kind, name, known)
+        return names(value)
+
+    return parse
+
+
+def one_of(kind: str, *known: str) -> Callable[[str], str]:
+    """A parser of one name among `known`."""
+
+    def parse(value: str) -> str:
+        if value not in known:
+            raise unknown_name(kind, value, known)
+        return value
+
+    return parse
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option: `--longca-NAME` on the command line, `longca_NAME` in an ini file."""
+
+    name: str
+    parse: Callable[[str], Any]
+    help: str
+    metavar: str = "TEXT"
+    default: str | None = None
+    is_flag: bool = False
+
+    @property
+    def flag(self) -> str:
+        return f"--longca-{self.name}"
+
+    @property
+    def attribute(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def ini(self) -> str:
+        return f"longca_{self.attribute}"
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What a preset sets unless an option says otherwise. Measured running times are in the README."""
+
+    examples: int
+    gpu_examples: int
+    dtypes: tuple[str, ...]
+    gpu_dtypes: tuple[str, ...]
+    seqlens: tuple[int, ...]
+    gpu_seqlens: tuple[int, ...]
+    heads: tuple[tuple[int, int], ...]
+    gpu_heads: tuple[tuple[int, int], ...]
+    head_dims: tuple[int, ...]
+    gpu_head_dims: tuple[int, ...]
+    min_samples: int
+
+
+PRESETS: dict[str, Preset] = {
+    "smoke": Preset(
+        examples=4,
+        gpu_examples=4,
+        dtypes=("fp32",),
+        gpu_dtypes=("bf16",),
+        seqlens=(256,),
+        gpu_seqlens=(4096,),
+        heads=((2, 1),),
+        gpu_heads=((32, 8),),
+        head_dims=(32,),
+        gpu_head_dims=(128,),
+        min_samples=10,
+    ),
+    "default": Preset(
+        examples=50,
+        gpu_examples=50,
+        dtypes=("fp32", "bf16", "fp16"),
+        gpu_dtypes=("bf16", "fp16"),
+        seqlens=(512,),
+        gpu_seqlens=(8192,),
+        heads=((4, 2),),
+        gpu_heads=((64, 8),),
+        head_dims=(64,),
+        gpu_head_dims=(128,),
+        min_samples=30,
+    ),
+    "full": Preset(
+        examples=200,
+        gpu_examples=200,
+        dtypes=("fp32", "bf16", "fp16"),
+        gpu_dtypes=("bf16", "fp16"),
+        seqlens=(512, 1024),
+        gpu_seqlens=(1024, 8192, 32768),
+        heads=((4, 2), (4, 4)),
+        gpu_heads=((64, 8), (64, 64)),
+        head_dims=(64,),
+        gpu_head_dims=(64, 128),
+        min_samples=50,
+    ),
+}
+
+OPTIONS: tuple[Option, ...] = (
+    Option("kernels", names, "kernels to judge, by name; default: all that this machine has", "NAMES"),
+    Option("masks", names, "masks, by name or group (regular, heterogeneous, static, block, all); default: all", "NAMES", "all"),
+    Option("case", text, "replay one case: its id, as a failure prints it", "ID"),
+    Option("list", text, "print which kernel takes which mask, and why not; run nothing", is_flag=True),
+    Option("preset", one_of("preset", *PRESETS), f"how much to run: {', '.join(PRESETS)}", "NAME", "default"),
+    Option("examples", count, "Hypothesis examples for each kernel and mask", "N"),
+    Option("checks", names, "checks to run, by name, or default, thorough", "NAMES", "default"),
+    Option("seqlens", lengths, "sequence lengths that are timed, such as 1k,8k", "LENGTHS"),
+    Option("heads", heads, "query:key/value heads that are timed, such as 64:8,64:64", "PAIRS"),
+    Option("head-dims", counts, "head dimensions that are timed, such as 64,128", "DIMS"),
+    Option("dtypes", among("dtype", "fp32", "bf16", "fp16", "fp64"), "dtypes: fp32, bf16, fp16, fp64", "NAMES"),
+    Option("passes", among("pass", "fwd", "bwd", "fwd_bwd"), "passes that are timed: fwd, bwd, fwd_bwd", "NAMES", "fwd,bwd"),
+    Option("block-sizes", counts, "block sizes of the timed block masks", "SIZES", "64,128"),
+    Option("densities", densities, "densities of the timed block masks", "FRACTIONS", "0.5"),
+    Option("lengths", text, "a JSON file of document lengths (a histogram or a list) instead of the built-in ones", "PATH"),
+    Option("seed", whole, "seed of everything that is drawn", "N", "0"),
+    Option("memory-limit", size, "cases that would not fit a device of this size, such as 80GB, count as out of memory", "SIZE"),
+    Option(
+        "isolate",
+        one_of("isolation", "auto", "case", "kernel", "off"),
+        "a worker process for all, each case, each kernel, or none",
+        "MODE",
+        "auto",
+    ),
+    Option("timeout", duration, "how long one case may take before it counts as a hang", "TIME", "120s"),
+    Option("json", text, "append one line of JSON for each result to this file", "PATH"),
+    Option("repro", text, "write a standalone Python file for each failure into this folder", "DIR"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """All options of a session, parsed. A value is None where neither command line, ini file nor default gave one."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    typed: bool = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.values[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @property
+    def preset_values(self) -> Preset:
+        return PRESETS[self.values["preset"]]
+
+    def chosen(self, name: str, device: str) -> Any:
+        """The option's value, or else what the preset says for this device kind ("cpu" or "cuda")."""
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        on_gpu = device == "cuda" and hasattr(self.preset_values, f"gpu_{name}")
+        return getattr(self.preset_values, f"gpu_{name}" if on_gpu else name)
+
+
+def parse(raw: Callable[[Option], str | None], typed: bool = False) -> Options:
+    """Options from a function that gives each option's text; InvalidArgument names the option that is wrong."""
+    values = {}
+    for option in OPTIONS:
+        value = raw(option)
+        value = option.default if value is None else value
+        try:
+            values[option.attribute] = option.parse(value) if value is not None else None
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{option.flag}: {error}") from None
+    return Options(values, typed)
+
+
+def select(
+    kind: str, wanted: Sequence[str] | None, known: Iterable[str], groups: dict[str, tuple[str, ...]] | None = None
+) -> tuple[str, ...]:
+    """The wanted names with groups expanded, in order and once each; all known ones where nothing was wanted.
+
+    Raises InvalidArgument for an unknown name, with the closest ones.
+    """
+    known, groups = tuple(known), groups or {}
+    if wanted is None:
+        return known
+    expanded: dict[str, None] = {}
+    for name in wanted:
+        if name not in groups and name not in known:
+            raise unknown_name(kind, name, [*known, *groups])
+        expanded.update(dict.fromkeys(groups.get(name, (name,))))
+    return tuple(expanded)

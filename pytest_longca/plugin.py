@@ -1,0 +1,150 @@
+"""The pytest plugin: hooks only. It is loaded in every pytest run of everyone who installs it, so it imports nothing heavy."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_longca import hookspecs
+from pytest_longca.collector import Collector
+from pytest_longca.errors import LongcaError
+from pytest_longca.options import OPTIONS, Option, Options, parse
+
+if TYPE_CHECKING:
+    from pytest_longca.session import Session
+
+SUITE = Path(__file__).parent / "suite"
+OPTIONS_KEY = pytest.StashKey[Options]()
+SESSION_KEY = pytest.StashKey["Session"]()
+ARGUMENTS = ("longca_kernel_name", "longca_mask_name", "longca_case_id", "longca_replayed", "longca_kernel", "longca_mask", "longca_case")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("longca", "attention kernels (pytest-longca)")
+    for option in OPTIONS:
+        if option.is_flag:
+            group.addoption(option.flag, action="store_true", default=False, help=option.help)
+            continue
+        default = f" (default: {option.default})" if option.default else ""
+        group.addoption(option.flag, metavar=option.metavar, default=None, help=f"{option.help}{default}".replace("%", "%%"))
+        parser.addini(option.ini, help=f"{option.flag}: {option.help}", default=None)
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.add_hookspecs(hookspecs)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "longca_outcome(outcome): the cell is refused with this outcome before anything runs")
+    typed = [str(arg) for arg in config.invocation_params.args if str(arg).startswith("--longca-")]
+    try:
+        config.stash[OPTIONS_KEY] = parse(lambda option: _raw(config, option), typed=bool(typed))
+    except LongcaError as error:
+        raise pytest.UsageError(str(error)) from None
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Collector(config.stash[OPTIONS_KEY]), "longca-collector")
+    if typed and config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.args[:] = [str(SUITE)]
+        config.args_source = pytest.Config.ArgsSource.ARGS
+    else:
+        config.args[:] = [_real_path(arg, config.invocation_params.dir) for arg in config.args]
+
+
+def _raw(config: pytest.Config, option: Option) -> str | None:
+    if option.is_flag:
+        return "yes" if config.getoption(option.flag) else None
+    typed: str | None = config.getoption(option.flag)
+    return typed if typed is not None else config.getini(option.ini)
+
+
+def _real_path(arg: str, directory: Path) -> str:
+    """A node id of the suite (`longca/...`) as the path of the installed file; anything else as it is."""
+    path, _, rest = arg.partition("::")
+    if path.split("/")[0] != "longca" or (directory / path).exists():
+        return arg
+    return "::".join([str(SUITE.joinpath(*path.split("/")[1:])), *([rest] if rest else [])])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    return SuiteDirectory.from_parent(parent, path=path, nodeid="longca") if path == SUITE else None
+
+
+class SuiteDirectory(pytest.Directory):
+    """The shipped suite; its node ids start with `longca/`, wherever the package lies."""
+
+    def collect(self) -> Iterable[pytest.Collector]:
+        for path in sorted(self.path.glob("test_*.py")):
+            yield SuiteModule.from_parent(self, path=path, nodeid=f"longca/{path.name}")
+
+
+class SuiteModule(pytest.Module):
+    """A module of the suite, whose tests are found whatever the user's python_functions say."""
+
+    def funcnamefilter(self, name: str) -> bool:
+        return name.startswith("test_")
+
+
+def session_of(config: pytest.Config) -> "Session":
+    """The longca session of a pytest session, made at its first use. Raises UsageError if its options name what is not there."""
+    from pytest_longca.session import Session
+
+    if SESSION_KEY not in config.stash:
+        session = Session(config.stash[OPTIONS_KEY], config.pluginmanager)
+        try:
+            _ = session.kernels, session.masks
+        except LongcaError as error:
+            raise pytest.UsageError(str(error)) from None
+        config.stash[SESSION_KEY] = session
+    return config.stash[SESSION_KEY]
+
+
+@pytest.fixture(scope="session")
+def longca(request: pytest.FixtureRequest) -> "Session":
+    """The longca session: options, catalogue, machine and `verify`."""
+    return session_of(request.config)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    wanted = [name for name in ARGUMENTS if name in metafunc.fixturenames]
+    if wanted:
+        from pytest_longca.cells import parametrize
+
+        parametrize(metafunc, wanted, session_of(metafunc.config))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("longca_outcome")
+    if marker:
+        from pytest_longca.conformance import record_refusal
+
+        record_refusal(item, *marker.args)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    options = config.stash[OPTIONS_KEY]
+    if not options.typed:
+        return None
+    session = session_of(config)
+    return f"longca: {', '.join(session.kernels)} on {len(session.masks)} masks, preset {options.preset}, {session.machine.name}"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if SESSION_KEY in config.stash:
+        config.stash[SESSION_KEY].close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    if not config.getoption("--longca-list"):
+        return None
+    from pytest_longca.listing import listing
+
+    config._do_configure()
+    try:
+        print(listing(session_of(config)))
+    finally:
+        config._ensure_unconfigure()
+    return 0

@@ -1,0 +1,106 @@
+"""The search for a failing case: Hypothesis draws and shrinks here, workers run what it draws."""
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import FlakyFailure
+
+from pytest_longca.conformance import Findings, finish, finish_cell
+from pytest_longca.errors import CheckFailed
+from pytest_longca.outcome import Crashed, Passed, TimedOut, Wrong
+
+if TYPE_CHECKING:
+    from pytest_longca.case import Case
+    from pytest_longca.checks import Verification
+    from pytest_longca.session import Session
+
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+RESTARTS = 10
+HANGS = 2
+
+
+class Search:
+    """One cell's examples. Outcomes are remembered, so that shrinking pays for each case once, and for few deaths of a worker."""
+
+    def __init__(self, session: "Session", kernel: str) -> None:
+        self._session = session
+        self._kernel = kernel
+        self._seen: dict[str, Verification] = {}
+        self._left: dict[type, int] = {Crashed: RESTARTS, TimedOut: HANGS}
+        self.findings = Findings()
+        self.failed: tuple[Case, Verification] | None = None
+
+    def example(self, case: "Case") -> None:
+        """Judge a drawn case; raises a class of its own for each kind of failure, so that one does not shrink into another."""
+        verification = self._verification(case)
+        if verification is None or isinstance(verification.outcome, Passed):
+            return
+        self.failed = (case, verification)
+        raise _failure(_signature(verification))
+
+    def _verification(self, case: "Case") -> "Verification | None":
+        if case.id in self._seen:
+            return self._seen[case.id]
+        if self.failed and not self._left.get(type(self.failed[1].outcome), 1):
+            return None
+        verification = self._session.verify(self._kernel, case)
+        kind = type(verification.outcome)
+        if kind in self._left:
+            self._left[kind] -= 1
+        self._seen[case.id] = verification
+        self.findings.add(case, verification)
+        return verification
+
+
+def run_examples(item: pytest.Item, session: "Session", kernel: str, mask: str) -> None:
+    """Search a cell for a failing case. What fails is shrunk; what does not repeat is reported as such."""
+    from pytest_longca.strategies import cases
+
+    search = Search(session, kernel)
+    options = session.options
+    drawn = cases(
+        masks=[session.catalogue.mask(mask)],
+        kernel=session.catalogue.kernel(kernel),
+        machine=session.machine,
+        dtypes=options.chosen("dtypes", session.machine.device),
+    )
+
+    @seed(options.seed)
+    @settings(
+        max_examples=options.chosen("examples", session.machine.device),
+        deadline=None,
+        database=None,
+        phases=PHASES,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+    @given(drawn)
+    def run(case: "Case") -> None:
+        search.example(case)
+
+    try:
+        run()
+    except FlakyFailure:
+        assert search.failed
+        case, verification = search.failed
+        verification = dataclasses.replace(verification, outcome=Wrong(str(verification.outcome), reproducible=False))
+        finish(item, session, "examples", kernel, case, verification, search.findings)
+    except CheckFailed:
+        assert search.failed
+        finish(item, session, "examples", kernel, *search.failed, search.findings)
+    finish_cell(item, session, "examples", kernel, mask, search.findings)
+
+
+def _signature(verification: "Verification") -> str:
+    tensors = {finding.tensor for finding in verification.findings if finding.tensor}
+    return "_".join([verification.outcome.kind, *sorted(tensors)])
+
+
+@functools.cache
+def _failure(signature: str) -> type[CheckFailed]:
+    """An exception class for a kind of failure: Hypothesis tells failures apart by class and line."""
+    return type(signature, (CheckFailed,), {})

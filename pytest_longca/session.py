@@ -1,0 +1,100 @@
+"""What one pytest session knows: options, catalogue, machine, and the executor that runs its cases."""
+
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_longca.catalogue import Catalogue
+from pytest_longca.errors import DidNotRun
+from pytest_longca.machine import Machine
+from pytest_longca.options import Options, select
+from pytest_longca.outcome import NotInstalled, Outcome, Unsupported
+from pytest_longca.sources import catalogue_of, sources_of
+from pytest_longca.workers import Executor, InProcess, Worker
+
+if TYPE_CHECKING:
+    from pytest_longca.case import Case
+    from pytest_longca.checks import Verification
+
+KEY = pytest.StashKey["Session"]()
+
+
+class Session:
+    """Options, catalogue and machine of one pytest session; everything is made when it is first needed."""
+
+    def __init__(self, options: Options, pluginmanager: Any) -> None:
+        self.options = options
+        self._pluginmanager = pluginmanager
+        self._executors: dict[str, Executor] = {}
+
+    @functools.cached_property
+    def catalogue(self) -> Catalogue:
+        """All kernels and masks, third parties' included. Raises InvalidArgument if a hook is wrong."""
+        return catalogue_of(self._pluginmanager)
+
+    @functools.cached_property
+    def kernels(self) -> tuple[str, ...]:
+        """The kernels to judge: those asked for, or all that are installed."""
+        wanted = select("kernel", self.options.kernels, self.catalogue.kernel_names)
+        if self.options.kernels is not None:
+            return wanted
+        return tuple(name for name in wanted if self.catalogue.kernel(name).missing() is None)
+
+    @functools.cached_property
+    def masks(self) -> tuple[str, ...]:
+        """The masks to judge kernels on."""
+        return select("mask", self.options.masks, self.catalogue.mask_names, self.catalogue.mask_groups)
+
+    @functools.cached_property
+    def machine(self) -> Machine:
+        """The machine as a worker sees it; this process never initialises CUDA."""
+        fields = self.call("machine", {"op": "machine"})
+        capability = fields.pop("capability")
+        return Machine(capability=tuple(capability) if capability else None, **fields)
+
+    def executor(self, kernel: str) -> Executor:
+        """The executor for a kernel's cases, by --longca-isolate."""
+        mode = self.options.isolate
+        key = kernel if mode == "kernel" else "all"
+        if key not in self._executors:
+            if mode == "off":
+                self._executors[key] = InProcess((), self._pluginmanager)
+            else:
+                self._executors[key] = Worker(sources_of(self._pluginmanager))
+        elif mode == "case":
+            self._executors[key].close()
+        return self._executors[key]
+
+    def call(self, kernel: str, request: dict[str, Any]) -> dict[str, Any]:
+        """A worker's answer. Raises DidNotRun(Crashed | TimedOut)."""
+        return self.executor(kernel).call(request, self.options.timeout)
+
+    def verify(self, kernel: str, case: "Case", checks: Iterable[str] | None = None) -> "Verification":
+        """Run the case and the checks in a worker. A crash or a hang is the verification's outcome."""
+        from pytest_longca.checks import Verification
+
+        request = {"op": "verify", "kernel": kernel, "case": case.id, "checks": list(self.options.checks if checks is None else checks)}
+        try:
+            return Verification.from_json(self.call(kernel, request))
+        except DidNotRun as stopped:
+            return Verification(outcome=stopped.outcome)
+
+    def refusal(self, kernel: str, case: "Case") -> NotInstalled | Unsupported | None:
+        """Why the kernel cannot run the case here, before anything runs."""
+        candidate = self.catalogue.kernel(kernel)
+        return candidate.missing() or candidate.supports(case, self.machine)
+
+    def cell_refusal(self, kernel: str, mask: str) -> Outcome | None:
+        """Why the kernel takes no case of that mask at all on this machine, or None."""
+        from pytest_longca.cells import typical_cases
+
+        refusals = [self.refusal(kernel, case) for case in typical_cases(self, kernel, mask)]
+        return next(iter(refusals)) if all(refusals) else None
+
+    def close(self) -> None:
+        """End all workers."""
+        for executor in self._executors.values():
+            executor.close()
+        self._executors.clear()

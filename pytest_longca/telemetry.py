@@ -1,0 +1,69 @@
+"""The GPU's state around a measurement, read through NVML: clocks, power, temperature, and whether it was throttled."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Bits of nvmlClocksEventReasons that mean that the device could not run as it would. A software power cap is how these devices
+# run at full load, so it is reported and not a reason to discard.
+THROTTLES = {0x08: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
+SW_POWER_CAP = 0x04
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One reading. All fields are 0 where NVML is not there."""
+
+    sm_mhz: int = 0
+    memory_mhz: int = 0
+    power_w: float = 0.0
+    temperature_c: int = 0
+    reasons: int = 0
+
+    @property
+    def is_throttled(self) -> bool:
+        return any(self.reasons & bit for bit in THROTTLES)
+
+
+class Telemetry:
+    """NVML for one device; without the package nvidia-ml-py there are no readings, and the summary says so."""
+
+    def __init__(self, index: int) -> None:
+        self._handle: Any = None
+        try:
+            import pynvml
+        except ImportError:
+            return
+        pynvml.nvmlInit()
+        self._nvml = pynvml
+        self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+
+    def read(self) -> State:
+        """The device's state now."""
+        if self._handle is None:
+            return State()
+        nvml, handle = self._nvml, self._handle
+        return State(
+            sm_mhz=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            memory_mhz=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+            power_w=nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            temperature_c=nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            reasons=nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
+        )
+
+    def summary(self, states: Sequence[State]) -> dict[str, Any]:
+        """The readings of one case as JSON values: medians, and the reasons that were seen."""
+        if self._handle is None or not states:
+            return {"telemetry": "none: install nvidia-ml-py"}
+        seen = 0
+        for state in states:
+            seen |= state.reasons
+        return {
+            "sm_mhz": statistics.median(state.sm_mhz for state in states),
+            "memory_mhz": statistics.median(state.memory_mhz for state in states),
+            "power_w": statistics.median(state.power_w for state in states),
+            "temperature_c": max(state.temperature_c for state in states),
+            "throttled": [name for bit, name in THROTTLES.items() if seen & bit],
+            "power_capped": bool(seen & SW_POWER_CAP),
+        }
