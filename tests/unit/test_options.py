@@ -1,0 +1,78 @@
+"""Options: each parser's good and bad input, and what an error says."""
+
+import pytest
+
+from pytest_longca import options
+from pytest_longca.errors import InvalidArgument
+from pytest_longca.options import OPTIONS, parse, select
+
+
+def given(**values: str) -> options.Options:
+    return parse(lambda option: values.get(option.attribute))
+
+
+def test_defaults_are_the_default_preset_on_all_masks_with_seed_0() -> None:
+    parsed = given()
+    assert (parsed.preset, parsed.masks, parsed.seed, parsed.kernels) == ("default", ("all",), 0, None)
+
+
+def test_an_option_beats_the_preset_and_the_preset_knows_the_device() -> None:
+    assert given(preset="smoke").chosen("dtypes", "cpu") == ("fp32",)
+    assert given(preset="smoke").chosen("dtypes", "cuda") == ("bf16",)
+    assert given(preset="smoke", dtypes="fp16").chosen("dtypes", "cuda") == ("fp16",)
+    assert given(preset="smoke", examples="7").chosen("examples", "cuda") == 7
+
+
+def test_lengths_heads_sizes_and_times_are_read_with_their_units() -> None:
+    parsed = given(seqlens="1k,8k,100", heads="64:8,64:64", memory_limit="80GB", timeout="9m", densities="0.1,1")
+    assert parsed.seqlens == (1024, 8192, 100)
+    assert parsed.heads == ((64, 8), (64, 64))
+    assert parsed.memory_limit == 80 * 10**9
+    assert parsed.timeout == 540.0
+    assert parsed.densities == (0.1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("heads", "64:7", "multiple"),
+        ("heads", "64", "64:8"),
+        ("heads", "8:0", "multiple"),
+        ("seqlens", "-1", "positive whole number"),
+        ("seqlens", "0", "positive whole number"),
+        ("seqlens", "1e9", "positive whole number"),
+        ("seqlens", "9000000", "above"),
+        ("examples", "many", "positive whole number"),
+        ("densities", "1.5", "outside 0"),
+        ("densities", "0", "outside 0"),
+        ("densities", "x", "not a number"),
+        ("preset", "smok", "did you mean 'smoke'"),
+        ("dtypes", "bf61", "did you mean 'bf16'"),
+        ("passes", "forward", "unknown pass"),
+        ("isolate", "of", "did you mean 'off'"),
+        ("timeout", "9", "9m"),
+        ("memory_limit", "80", "80GB"),
+        ("seed", "-3", "whole number"),
+    ],
+)
+def test_a_bad_value_names_the_option_and_says_what_to_write(name: str, value: str, says: str) -> None:
+    with pytest.raises(InvalidArgument) as error:
+        given(**{name: value})
+    assert str(error.value).startswith(f"--longca-{name.replace('_', '-')}: ")
+    assert says in str(error.value)
+
+
+def test_select_expands_groups_keeps_order_and_drops_repeats() -> None:
+    known, groups = ("a", "b", "c"), {"ab": ("a", "b")}
+    assert select("mask", ("c", "ab", "a"), known, groups) == ("c", "a", "b")
+    assert select("mask", None, known, groups) == known
+
+
+def test_select_suggests_the_closest_name() -> None:
+    with pytest.raises(InvalidArgument, match="did you mean 'causal'"):
+        select("mask", ("casual",), ("causal", "full"))
+
+
+def test_every_option_has_help_and_a_name_that_pytest_takes() -> None:
+    assert len({option.flag for option in OPTIONS}) == len(OPTIONS)
+    assert all(option.help and option.flag.startswith("--longca-") for option in OPTIONS)

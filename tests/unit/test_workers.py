@@ -1,0 +1,127 @@
+"""Workers: what a death, a hang and a flood of output become, and that nothing is left behind."""
+
+import os
+import signal
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_longca.errors import DidNotRun, LongcaError
+from pytest_longca.outcome import Crashed, TimedOut
+from pytest_longca.sources import Source
+from pytest_longca.workers import Worker
+
+JOBS = """
+import ctypes, os, sys, time
+from pytest_longca import jobs
+
+def add(name, function):
+    jobs.JOBS[name] = lambda shop, request: function(request) or {"pid": os.getpid()}
+
+add("pid", lambda request: None)
+add("segfault", lambda request: ctypes.string_at(0))
+add("exit", lambda request: os._exit(7))
+add("abort", lambda request: os.abort())
+add("hang", lambda request: time.sleep(1000))
+add("print", lambda request: print("x" * 10_000_000) or sys.stderr.write("y" * 10_000_000) and None)
+add("raise", lambda request: 1 / 0)
+add("child", lambda request: {"child": os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000"), "pid": os.getpid()})
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    path = tmp_path / "extra_jobs.py"
+    path.write_text(textwrap.dedent(JOBS))
+    worker = Worker([Source("extra_jobs", str(path))])
+    yield worker
+    worker.close()
+
+
+def pid(worker: Worker) -> int:
+    return int(worker.call({"op": "pid"}, 60)["pid"])
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return stat[0] != "Z"
+
+
+def dies_within(pid: int, seconds: float) -> bool:
+    end = time.perf_counter() + seconds
+    while is_alive(pid) and time.perf_counter() < end:
+        time.sleep(0.01)
+    return not is_alive(pid)
+
+
+@pytest.mark.parametrize(
+    ("op", "says"), [("segfault", "killed by SIGSEGV"), ("exit", "exited with status 7"), ("abort", "killed by SIGABRT")]
+)
+def test_a_death_is_an_outcome_and_the_next_call_gets_a_new_worker(worker: Worker, op: str, says: str) -> None:
+    before = pid(worker)
+    with pytest.raises(DidNotRun) as stopped:
+        worker.call({"op": op}, 60)
+    assert isinstance(stopped.value.outcome, Crashed)
+    assert says in stopped.value.outcome.reason
+    assert pid(worker) != before
+
+
+def test_a_segfault_leaves_the_place_where_it_happened_in_the_outcome(worker: Worker) -> None:
+    with pytest.raises(DidNotRun) as stopped:
+        worker.call({"op": "segfault"}, 60)
+    assert isinstance(stopped.value.outcome, Crashed)
+    assert "Segmentation fault" in stopped.value.outcome.stderr
+
+
+def test_a_hang_costs_its_time_out_and_its_children_die_with_it(worker: Worker) -> None:
+    child = int(worker.call({"op": "child"}, 60)["child"])
+    start = time.perf_counter()
+    with pytest.raises(DidNotRun) as stopped:
+        worker.call({"op": "hang"}, 0.5)
+    assert isinstance(stopped.value.outcome, TimedOut)
+    assert time.perf_counter() - start < 3
+    assert dies_within(child, 2.0)
+
+
+def test_output_of_a_kernel_neither_blocks_the_worker_nor_reaches_us(worker: Worker, capfd: pytest.CaptureFixture[str]) -> None:
+    assert worker.call({"op": "print"}, 60)["pid"] == worker.pid
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_error_of_ours_in_a_worker_is_raised_here_and_the_worker_lives(worker: Worker) -> None:
+    before = pid(worker)
+    with pytest.raises(LongcaError, match="ZeroDivisionError"):
+        worker.call({"op": "raise"}, 60)
+    assert pid(worker) == before
+
+
+def test_a_worker_killed_between_calls_is_noticed(worker: Worker) -> None:
+    os.kill(pid(worker), signal.SIGKILL)
+    with pytest.raises(DidNotRun):
+        worker.call({"op": "pid"}, 60)
+    assert pid(worker)
+
+
+def test_a_source_that_does_not_import_says_which(tmp_path: Path) -> None:
+    path = tmp_path / "broken_source.py"
+    path.write_text("import no_such_module\n")
+    worker = Worker([Source("broken_source", str(path))])
+    with pytest.raises(LongcaError, match="no_such_module"):
+        worker.call({"op": "machine"}, 60)
+
+
+def test_a_call_costs_less_than_5_ms(worker: Worker) -> None:
+    pid(worker)
+    times = []
+    for _ in range(50):
+        start = time.perf_counter()
+        pid(worker)
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[25] < 0.005
