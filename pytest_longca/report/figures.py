@@ -1,0 +1,101 @@
+"""Figures of a record: the median, the throughput, the worst error. The only place where a report does arithmetic on records."""
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pytest_longca.report.record import Record
+
+REFUTED = frozenset({"wrong", "known_wrong", "crashed", "timed_out"})
+
+
+def median_ms(record: Record) -> float | None:
+    """The median device time of one call, or None where nothing was timed."""
+    return statistics.median(record.samples_ms) if record.samples_ms else None
+
+
+def quantile_ms(record: Record, fraction: float) -> float | None:
+    """The sample below which `fraction` of the samples lie (the nearest one)."""
+    if not record.samples_ms:
+        return None
+    ordered = sorted(record.samples_ms)
+    return ordered[round(fraction * (len(ordered) - 1))]
+
+
+def tflop_per_s(record: Record) -> float | None:
+    """Throughput at the median time, or None where time or work is unknown or the kernel was not verified there."""
+    time_ms = median_ms(record)
+    if not time_ms or not record.flop or record.kind != "passed":
+        return None
+    return record.flop / time_ms / 1e9
+
+
+def fraction_of_peak(record: Record) -> float | None:
+    """Throughput as a fraction of the matrix peak that was measured on the same device."""
+    rate, peak = tflop_per_s(record), record.peaks.get("matrix_tflop_per_s")
+    return rate / peak if rate is not None and peak else None
+
+
+def worst_error(record: Record) -> float | None:
+    """The largest error over all judged tensors, as a fraction of its limit (infinities come as strings)."""
+    errors = [float(verdict["error_over_limit"]) for verdict in record.verdicts if verdict.get("error_over_limit") is not None]
+    return max(errors) if errors else None
+
+
+def seqlen(record: Record) -> int | None:
+    """The number of queries, or None for a record without one case."""
+    return record.shape.get("seqlen_q")
+
+
+def refuted(records: Iterable[Record]) -> frozenset[tuple[str, str]]:
+    """The (kernel, mask) pairs that some record shows to be wrong: no speed of theirs is worth printing."""
+    return frozenset((record.kernel, record.mask) for record in records if record.kind in REFUTED)
+
+
+def timings(records: Iterable[Record]) -> list[Record]:
+    """The records whose speed may be printed: timed, verified on that very case, and the kernel not wrong elsewhere on the mask."""
+    records = list(records)
+    bad = refuted(records)
+    return [record for record in records if tflop_per_s(record) is not None and (record.kernel, record.mask) not in bad]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Setting:
+    """What is timed, whoever runs it: rows of the "fastest" tables are compared within one setting."""
+
+    mask: str
+    shape: str
+    direction: str
+    case: str
+    world_size: int = 1
+
+
+def setting(record: Record) -> Setting:
+    """The setting of a timed record."""
+    return Setting(record.mask, shape_text(record), record.direction or "", record.case or "", record.world_size)
+
+
+def shape_text(record: Record) -> str:
+    """The sizes of a record's case for people: `8192 64:8 d128 bf16`."""
+    shape = record.shape
+    if not shape:
+        return record.case or ""
+    lengths = str(shape["seqlen_q"]) if shape["seqlen_q"] == shape["seqlen_kv"] else f"{shape['seqlen_q']}x{shape['seqlen_kv']}"
+    batch = f"{shape['batch']}x" if shape["batch"] != 1 else ""
+    return f"{batch}{lengths} {shape['heads_q']}:{shape['heads_kv']} d{shape['head_dim']} {shape['dtype']}"
+
+
+def fastest(records: Iterable[Record]) -> dict[Setting, list[Record]]:
+    """For each setting the timed records of each kernel, the fastest first; one record a kernel (its median over processes)."""
+    groups: dict[Setting, dict[tuple[str, str], list[Record]]] = {}
+    for record in timings(records):
+        groups.setdefault(setting(record), {}).setdefault((record.kernel, record.mechanism or ""), []).append(record)
+    return {
+        key: sorted((_middle(group) for group in kernels.values()), key=lambda record: median_ms(record) or 0.0)
+        for key, kernels in sorted(groups.items())
+    }
+
+
+def _middle(group: list[Record]) -> Record:
+    ordered = sorted(group, key=lambda record: median_ms(record) or 0.0)
+    return ordered[len(ordered) // 2]

@@ -1,0 +1,120 @@
+"""What the gate says: verdicts, limits, and the comparison as a value. How it finds them is in compare.py."""
+
+import enum
+import math
+from dataclasses import dataclass
+
+from pytest_longca.errors import InvalidArgument
+from pytest_longca.report.series import Key
+
+
+class Verdict(enum.StrEnum):
+    """What the gate says of a case, the gravest first."""
+
+    WRONG = "wrong"
+    SLOWER = "slower"
+    HUNGRIER = "hungrier"
+    LESS_ACCURATE = "less-accurate"
+    MISSING = "missing"
+    NEW_SKIP = "new-skip"
+    OTHER_DEVICE = "other-device"
+    OTHER_DRIVER = "other-driver"
+    NOT_COMPARABLE = "not-comparable"
+    THROTTLED = "throttled"
+    ADDED = "added"
+    TOO_NOISY = "too-noisy"
+    OK = "ok"
+
+
+MEANING: dict[Verdict, str] = {
+    Verdict.WRONG: "passed in the baseline and is wrong, crashes or hangs now",
+    Verdict.SLOWER: "slower than the limit, in both looks",
+    Verdict.HUNGRIER: "needs more memory than the limit",
+    Verdict.LESS_ACCURATE: "its error grew by more than the limit",
+    Verdict.MISSING: "is in the baseline and not in the new records",
+    Verdict.NEW_SKIP: "ran in the baseline and is skipped now",
+    Verdict.OTHER_DEVICE: "the two files come from different devices",
+    Verdict.OTHER_DRIVER: "the two files come from different drivers",
+    Verdict.NOT_COMPARABLE: "too few processes or samples to say anything",
+    Verdict.THROTTLED: "the GPU held itself back while it was timed",
+    Verdict.ADDED: "is not in the baseline, so nothing guards it",
+    Verdict.TOO_NOISY: "its processes differ too much to gate it",
+    Verdict.OK: "no worse than the baseline",
+}
+
+REGRESSIONS = frozenset(list(Verdict)[: list(Verdict).index(Verdict.OTHER_DEVICE)])
+ALLOWED = frozenset({Verdict.OK, Verdict.TOO_NOISY})
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much worse is too much: fractions that must be caught, None leaves the quantity alone.
+
+    A change must also exceed the absolute floors, which are what clocks and allocators resolve.
+    A baseline needs `processes` medians of at least `samples` samples for each case.
+    """
+
+    slower: float | None = 0.05
+    memory: float | None = 0.05
+    error: float | None = 0.25
+    floor_ms: float = 0.001
+    floor_bytes: int = 2 * 2**20
+    floor_error: float = 0.01
+    processes: int = 5
+    samples: int = 30
+
+    def __post_init__(self) -> None:
+        for name in ("slower", "memory", "error"):
+            limit = getattr(self, name)
+            if limit is not None and not 0 < limit < math.inf:
+                raise InvalidArgument(f"the limit {name} is {limit}: give a positive fraction, such as 0.05 for 5 %")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One verdict on one quantity of one case, with the figures that it rests on."""
+
+    verdict: Verdict
+    quantity: str
+    reason: str
+    old: float | None = None
+    new: float | None = None
+    change: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """All findings on one case, the gravest first."""
+
+    key: Key
+    findings: tuple[Finding, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.findings[0].verdict
+
+    @property
+    def time_change(self) -> float | None:
+        """The relative change of the time, if it was compared."""
+        return next((finding.change for finding in self.findings if finding.quantity == "time"), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The gate's answer: one row a case, what holds for the whole run, and what the policy allows."""
+
+    rows: tuple[Row, ...]
+    run: tuple[Finding, ...] = ()
+    allowed: frozenset[Verdict] = ALLOWED
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """Every verdict there is, of the run and of the rows."""
+        return [finding.verdict for finding in (*self.run, *(finding for row in self.rows for finding in row.findings))]
+
+    @property
+    def exit_code(self) -> int:
+        """0: nothing became worse. 1: something did. 2: it cannot be told."""
+        failing = {verdict for verdict in self.verdicts if verdict not in self.allowed}
+        if failing & REGRESSIONS:
+            return 1
+        return 2 if failing else 0
