@@ -31,7 +31,8 @@ def too_long_for_scores(case: Case, machine: Machine) -> str | None:
     needed, allowed = SCORE_COPIES * score_bytes(case), (machine.memory_bytes or 2 * DEFAULT_MEMORY_BYTES) // 2
     if needed <= allowed:
         return None
-    return f"holds all scores at once, about {needed / 2**30:.1f} GiB for this case, and is limited to {allowed / 2**30:.1f} GiB here: use shorter sequences"
+    sizes = f"about {needed / 2**30:.1f} GiB for this case, and is limited to {allowed / 2**30:.1f} GiB here"
+    return f"holds all scores at once, {sizes}: use shorter sequences"
 
 
 class Naive(Kernel):
@@ -82,7 +83,8 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, empty: Tens
 
 def _grouped_matmul(rows: Tensor, matrix: Tensor) -> Tensor:
     """`[B, Hkv, G, S, n] @ [B, Hkv, n, m]` without copying the matrix for each of the group's G heads."""
-    return (rows.flatten(2, 3) @ matrix).unflatten(2, rows.shape[2:4])
+    product: Tensor = (rows.flatten(2, 3) @ matrix).unflatten(2, rows.shape[2:4])
+    return product
 
 
 def _rounded(p: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,16 @@ if TYPE_CHECKING:
 KERNELS: dict[str, str] = {
     "naive": "pytest_longca.kernels.naive:Naive",
     "sdpa": "pytest_longca.kernels.sdpa:Sdpa",
+    "sdpa_math": "pytest_longca.kernels.sdpa:SdpaMath",
+    "sdpa_flash": "pytest_longca.kernels.sdpa:SdpaFlash",
+    "sdpa_efficient": "pytest_longca.kernels.sdpa:SdpaEfficient",
+    "sdpa_cudnn": "pytest_longca.kernels.sdpa:SdpaCudnn",
     "flex": "pytest_longca.kernels.flex:Flex",
+    "fa2": "pytest_longca.kernels.fa2:Fa2",
+    "fa3": "pytest_longca.kernels.fa3:Fa3",
+    "fa4": "pytest_longca.kernels.fa4:Fa4",
+    "cudnn": "pytest_longca.kernels.cudnn:Cudnn",
+    "cudnn_flex": "pytest_longca.kernels.cudnn_flex:CudnnFlex",
 }
 
 MASKS: dict[str, str] = {

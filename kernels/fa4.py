@@ -1,0 +1,134 @@
+"""FA4: FlashAttention-4 in CuTe DSL (flash_attn.cute), for Hopper and later.
+
+Algorithm: warp-specialised online softmax, compiled just in time. Masks: regular ones natively, by band and cu_seqlens; every other mask
+with row intervals by a mask_mod that reads their endpoints, and exact lists of partial and full 128 x 128 tiles for both directions
+(without the lists for the backward, FA4's gradients would ignore or dearly pay for the mask).
+Layout: BSHD, THD for several documents; other strides than multiples of 16 bytes, and stride 0, are copied. Dtypes: bf16, fp16.
+Head dims: multiples of 8 up to 256 (backward up to 192), up to 128 where tile lists are needed; GQA's backward needs head_dim_v = head_dim.
+GQA: yes. Directions: forward and backward. lse: yes, differentiable. Architectures: sm90 and later. Determinism: forward; not dq.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pytest_longca.backend import REFUSALS, BackendCall
+from pytest_longca.case import Case
+from pytest_longca.inputs import Inputs
+from pytest_longca.intervals import endpoint_rows
+from pytest_longca.kernel import Capabilities, Kernel, Requirement
+from pytest_longca.kernels.cudnn_flex import DSL, row_intervals_of
+from pytest_longca.machine import Machine
+from pytest_longca.mask import Form
+from pytest_longca.packing import Packing, aligned, copied, packing_of
+
+if TYPE_CHECKING:
+    from pytest_longca.tiles import TileLists
+
+TILE = 128
+"""The only size of a listed tile that forward and backward both take on sm90."""
+ROW_PADDING = 256
+"""Rows of endpoints beyond the last query: FA4 asks its mask_mod about whole tiles (of up to 192 rows) and does not read past these."""
+
+
+class Fa4(Kernel):
+    """FlashAttention-4 on every mask that is regular or has row intervals."""
+
+    name = "fa4"
+    source = "flash-attn-4"
+    requires = (Requirement(distribution="flash-attn-4", how="pip install 'pytest-longca[fa4]'"), DSL)
+    capabilities = Capabilities(
+        masks=frozenset({Form.VARLEN, Form.ROW_INTERVALS}),
+        dtypes=frozenset({"bf16", "fp16"}),
+        head_dims=range(8, 257, 8),
+        devices=frozenset({"cuda"}),
+        capability=(9, 0),
+    )
+    device_kernel_pattern = r"(?i)flash_?attention_?(forward|backward)|flash_(fwd|bwd)|cute.*flash"
+
+    def also_refuses(self, case: Case, machine: Machine) -> str | None:
+        needs_lists = Form.VARLEN not in case.mask.forms
+        backward, sizes = case.direction.needs_backward, (case.head_dim, case.head_dim_v)
+        rules = (
+            (backward and max(sizes) > 192, "has a backward for head dims up to 192 only"),
+            (backward and case.group > 1 and sizes[0] != sizes[1], "needs head_dim_v = head_dim in the backward of grouped heads"),
+            (needs_lists and max(sizes) > 128, f"takes tile lists for head dims up to 128, and {case.mask.name} needs them"),
+            (needs_lists and max(case.mask.batch, case.mask.heads) > 1, "takes one mask for all heads and batch elements"),
+        )
+        return next((reason for broken, reason in rules if broken), None)
+
+    def bind(self, case: Case, inputs: Inputs) -> BackendCall:
+        device = inputs.q.device
+        packing = packing_of(case, device) if Form.VARLEN in case.mask.forms else None
+        kernel = regular_attention(packing, case.scale) if packing else interval_attention(case, device)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            q, k, v = (aligned(x) for x in (q, k, v))
+            if packing is None:
+                out, lse = kernel(q, k, v)
+                return out, lse
+            out, lse = kernel(packing.pack(q), packing.pack(k), packing.pack(v))
+            return packing.unpack(out), packing.unpack_lse(lse)
+
+        facts = {"source": "flash_attn.cute", "mask_form": packing.form if packing else f"row intervals, lists of {TILE} x {TILE} tiles"}
+        facts |= {"copies": copied({"q": inputs.q, "k": inputs.k, "v": inputs.v}, packing)}
+        # FA4 checks its arguments with assert.
+        types = (*REFUSALS, "builtins:AssertionError")
+        return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts, types)
+
+
+def regular_attention(packing: Packing, scale: float) -> Callable[..., Any]:
+    """FA4's function of `(q, k, v)` on a regular mask, giving `(out, lse)`. An unlimited side of the band is None here, never -1."""
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    band = packing.band
+    window = (None, None) if band.is_causal else band.sides(None)
+    options = {"softmax_scale": scale, "causal": band.is_causal, "window_size": window, "return_lse": True}
+    if not packing.is_packed:
+        return functools.partial(flash_attn_func, **options)
+    return functools.partial(
+        flash_attn_varlen_func,
+        cu_seqlens_q=packing.cu_seqlens_q,
+        cu_seqlens_k=packing.cu_seqlens_kv,
+        max_seqlen_q=packing.max_seqlen_q,
+        max_seqlen_k=packing.max_seqlen_kv,
+        **options,
+    )
+
+
+def interval_attention(case: Case, device: torch.device) -> Callable[..., Any]:
+    """FA4's function of `(q, k, v)` on a mask with row intervals, giving `(out, lse)`. No causal flag: its backward would heed it."""
+    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    from pytest_longca.kernels.fa4_mask import MASK_MODS
+
+    def listed(lists: "TileLists") -> Any:
+        tensors = (lists.partial_counts, lists.partial_indices, lists.full_counts, lists.full_indices)
+        return BlockSparseTensorsTorch(*tensors, block_size=(TILE, TILE))
+
+    endpoints = mask_mod_endpoints(row_intervals_of(case, device))
+    tiles = case.mask.tiles(device, TILE, TILE)
+    return functools.partial(
+        flash_attn_func,
+        softmax_scale=case.scale,
+        mask_mod=MASK_MODS[endpoints.shape[0]],
+        aux_tensors=[endpoints],
+        block_sparse_tensors=listed(tiles.by_query()),
+        block_sparse_tensors_bwd=listed(tiles.by_key()),
+        return_lse=True,
+    )
+
+
+def mask_mod_endpoints(rows: Tensor) -> Tensor:
+    """Row intervals `[1, 1, seqlen_q, 2, 2]` as FA4's mask functions read them: int32 `[endpoints, seqlen_q + padding]`.
+
+    One endpoint: below it. Two: between them. Three: below the first or between the others. Four: between two pairs.
+    """
+    endpoints = endpoint_rows(rows)[0]
+    if endpoints.shape[0] > 1 and not bool(endpoints[0].any()):
+        endpoints = endpoints[1:]
+    return torch.nn.functional.pad(endpoints, (0, ROW_PADDING)).contiguous()

@@ -1,0 +1,152 @@
+"""Known failures of upstream kernels: a file of entries, each with the smallest case, the versions it is about, and where it is reported.
+
+An entry turns a Wrong or Crashed outcome into KnownWrong, and only in its own scope: kernel, versions, machine, mask and what the message
+says. An entry whose smallest case passes is stale, and a stale entry fails the run: a fixed kernel must not stay excused.
+"""
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pytest_longca.case import Case
+from pytest_longca.errors import InvalidArgument, unknown_name
+from pytest_longca.kernel import Kernel
+from pytest_longca.machine import Machine
+from pytest_longca.outcome import Crashed, NotVerified, Outcome, Passed, Wrong
+
+FILE = Path(__file__).with_name("known_failures.toml")
+ANY = "*"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One known failure. `name` is how records call it.
+
+    `versions` is a version specifier (">=2.7,<2.9") of the kernel's package; `device` is "cpu", "cuda" or a compute capability ("sm90");
+    `mask` a mask's name; "*" is any. `case` is the id of the smallest case that fails; `message` a regular expression that the outcome's
+    reason must contain; `link` the public report, where there is one. An `intermittent` failure may pass without being stale.
+    """
+
+    name: str
+    kernel: str
+    case: str
+    message: str
+    why: str
+    versions: str = ANY
+    device: str = ANY
+    mask: str = ANY
+    link: str = ""
+    intermittent: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.message)
+        except re.error as error:
+            raise InvalidArgument(f"known failure {self.name!r}: message {self.message!r} is no regular expression: {error}") from None
+        if not _is_specifier(self.versions):
+            raise InvalidArgument(f"known failure {self.name!r}: versions {self.versions!r}: write a specifier as in '>=2.7,<2.9', or '*'")
+
+    def covers(self, kernel: str, version: str | None, machine: Machine, mask: str) -> bool:
+        """Whether a kernel of this version on this machine and mask is in the entry's scope. An unknown version is only in "*"."""
+        return (
+            self.kernel == kernel
+            and _version_fits(self.versions, version)
+            and self.device in (ANY, machine.device, _architecture(machine))
+            and self.mask in (ANY, mask)
+        )
+
+    def describes(self, outcome: Outcome) -> bool:
+        """Whether the outcome is the failure that the entry is about."""
+        return isinstance(outcome, Wrong | Crashed) and re.search(self.message, outcome.reason) is not None
+
+
+def find(kernel: Kernel, case: Case, machine: Machine, outcome: Outcome, entries: Iterable[Entry] | None = None) -> Entry | None:
+    """The entry that describes this outcome of this kernel on this case, or None."""
+    version = version_of(kernel)
+    for entry in load() if entries is None else entries:
+        if entry.covers(kernel.name, version, machine, case.mask.name) and entry.describes(outcome):
+            return entry
+    return None
+
+
+def due(kernel: Kernel, machine: Machine, entries: Iterable[Entry] | None = None) -> list[Entry]:
+    """The entries about this kernel as it is installed here: the ones whose smallest case a run must try again."""
+    version = version_of(kernel)
+    mine = [entry for entry in (load() if entries is None else entries) if entry.kernel == kernel.name]
+    return [entry for entry in mine if entry.covers(kernel.name, version, machine, entry.mask)]
+
+
+def stale(entry: Entry, outcome: Outcome) -> str | None:
+    """Why the entry is stale, given what became of its smallest case; None if it is not, or if nothing can be said."""
+    if isinstance(outcome, NotVerified) or not isinstance(outcome, Passed | Wrong | Crashed) or entry.describes(outcome):
+        return None
+    if isinstance(outcome, Passed):
+        if entry.intermittent:
+            return None
+        what = f"{entry.kernel} passes its smallest case {entry.case}"
+        return f"known failure {entry.name!r} is stale: {what}: remove the entry, or narrow its versions"
+    return f"known failure {entry.name!r} is stale: {entry.kernel} fails otherwise than {entry.message!r} says: {outcome.reason}"
+
+
+def version_of(kernel: Kernel) -> str | None:
+    """The version of the first package that the kernel needs; torch's for a kernel that needs none; None if it is not installed."""
+    import importlib.metadata
+
+    for requirement in kernel.requires:
+        found = requirement.installed()
+        return found[1] if found else None
+    return importlib.metadata.version("torch")
+
+
+@lru_cache(maxsize=8)
+def load(path: Path = FILE) -> tuple[Entry, ...]:
+    """The entries of a file. Raises InvalidArgument, naming the entry, for whatever cannot be right."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8")).get("failure", [])
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidArgument(f"{path.name} is no TOML: {error}") from None
+    entries = tuple(_entry(table, number) for number, table in enumerate(tables, 1))
+    names = [entry.name for entry in entries]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise InvalidArgument(
+            f"{path.name} has several known failures named {', '.join(sorted(twice))}: a name is how records refer to one"
+        )
+    return entries
+
+
+def _entry(table: dict[str, Any], number: int) -> Entry:
+    fields = {field.name: field for field in dataclasses.fields(Entry)}
+    for key in table:
+        if key not in fields:
+            raise unknown_name(f"field of known failure {table.get('name', number)!r},", key, fields)
+    missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and not table.get(name)]
+    if missing:
+        raise InvalidArgument(
+            f"known failure {table.get('name', number)!r} lacks {', '.join(missing)}: an entry says what fails, where, and why"
+        )
+    return Entry(**table)
+
+
+def _architecture(machine: Machine) -> str:
+    return f"sm{machine.capability[0]}{machine.capability[1]}" if machine.capability else machine.device
+
+
+def _is_specifier(versions: str) -> bool:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    try:
+        return versions == ANY or bool(str(SpecifierSet(versions)))
+    except InvalidSpecifier:
+        return False
+
+
+def _version_fits(versions: str, version: str | None) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return versions == ANY or (version is not None and SpecifierSet(versions).contains(version, prereleases=True))
