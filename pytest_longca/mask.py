@@ -1,25 +1,36 @@
 """Mask: which keys a query may read. One predicate is the truth; every other form is derived from it or proved equal."""
 
 import enum
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from pytest_longca import intervals
-from pytest_longca.errors import InvalidArgument
+from pytest_longca import intervals, tiles
+from pytest_longca.predicates import Device, MaskMod, check_predicate_result, evaluate
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""FlexAttention's signature: (b, h, q_idx, kv_idx), int tensors that broadcast, to a bool tensor; True is visible."""
+    from pytest_longca.sampling import LengthSource
 
-Device = torch.device | str
+__all__ = [
+    "Device",
+    "Family",
+    "Form",
+    "Mask",
+    "MaskMod",
+    "PredicateMask",
+    "Varlen",
+    "cached_predicate",
+    "check_predicate_result",
+    "from_mask_mod",
+]
 
 
 class Family(enum.StrEnum):
@@ -59,17 +70,43 @@ class Varlen:
         return len(self.lens_q) != 1
 
 
+@dataclass(frozen=True, slots=True)
+class TimedShape:
+    """What a timed mask depends on beside its length: heads, and the options that only some masks read."""
+
+    heads_q: int = 1
+    heads_kv: int = 1
+    seed: int = 0
+    lengths: "LengthSource | None" = None
+    block_sizes: tuple[int, ...] = (64,)
+    densities: tuple[float, ...] = (0.5,)
+
+
 class Mask(ABC):
-    """Which keys a query may read. Subclasses are frozen dataclasses whose fields reproduce them."""
+    """Which keys a query may read. Subclasses are frozen dataclasses whose fields reproduce them.
+
+    `unequal_lengths` says whether seqlen_kv may differ from seqlen_q.
+    """
 
     __slots__ = ()
 
     name: ClassVar[str]
     family: ClassVar[Family] = Family.CUSTOM
     forms: ClassVar[frozenset[Form]] = frozenset({Form.PREDICATE})
+    unequal_lengths: ClassVar[bool] = False
 
-    seqlen_q: int
-    seqlen_kv: int
+    if TYPE_CHECKING:  # fields of some masks, computed by others
+
+        @property
+        def seqlen_q(self) -> int: ...
+
+        @property
+        def seqlen_kv(self) -> int: ...
+
+    @property
+    def label(self) -> str:
+        """What error messages call the mask."""
+        return self.name
 
     @property
     def heads(self) -> int:
@@ -86,9 +123,22 @@ class Mask(ABC):
         """The truth: a FlexAttention mask_mod whose captured tensors live on `device`."""
 
     @classmethod
-    def sample(cls, rng: Random, seqlen: int) -> Self:
-        """A random mask of this kind over `seqlen` tokens, parameters and document lengths drawn from `rng`."""
+    def sample(cls, rng: Random, seqlen: int, seqlen_kv: int | None = None) -> Self:
+        """A random mask of this kind over `seqlen` tokens, parameters and document lengths drawn from `rng`, the awkward ones often.
+
+        `seqlen_kv` is the keys' length where it differs. Raises InvalidArgument if the mask needs equal lengths and they are not.
+        """
         raise NotImplementedError(f"mask {cls.__name__} draws no random parameters: define sample(rng, seqlen)")
+
+    @classmethod
+    def default(cls, seqlen: int, seed: int = 0, lengths: "LengthSource | None" = None) -> Self:
+        """The mask that speed is measured on: its usual parameters, document lengths drawn by `seed` from `lengths` or the histograms."""
+        return cls.sample(Random(seed), seqlen)
+
+    @classmethod
+    def timed(cls, seqlen: int, shape: "TimedShape") -> "list[Self]":
+        """The masks of this kind that are timed at one length: one, or one for each block size and density."""
+        return [cls.default(seqlen, shape.seed, shape.lengths)]
 
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The predicate, with FlexAttention's signature."""
@@ -107,12 +157,7 @@ class Mask(ABC):
 
     def dense(self, device: Device = "cpu") -> Tensor:
         """bool `[batch or 1, heads or 1, seqlen_q, seqlen_kv]`, True is visible. O(S^2): short masks only."""
-        b, h, q, kv = (
-            torch.arange(n, device=device).view([-1 if i == axis else 1 for i in range(4)])
-            for axis, n in enumerate((self.batch, self.heads, self.seqlen_q, self.seqlen_kv))
-        )
-        visible = self.predicate(device)(b, h, q, kv)
-        return visible.expand(self.batch, self.heads, self.seqlen_q, self.seqlen_kv)
+        return evaluate(self, device)
 
     def area(self) -> int:
         """Visible (query, key) pairs, summed over the mask's own batch and head axes."""
@@ -121,50 +166,109 @@ class Mask(ABC):
     def columns(self, device: Device = "cpu") -> Tensor | None:
         """FlashMask's column form: the *masked* queries of each key as at most two half-open intervals.
 
-        int32 `[batch or 1, heads or 1, seqlen_kv, 2, 2]`, unused intervals are empty; None if a column has more pieces.
+        int32 `[batch or 1, heads or 1, seqlen_kv, 2, 2]`, unused intervals are `(0, 0)` and last; None if a column has more pieces.
         """
         return intervals.columns(self, device)
 
+    def tiles(self, device: Device = "cpu", block_q: int = 128, block_kv: int = 128) -> tiles.Tiles:
+        """Which tiles are partial and which are full, exact."""
+        rows = self.row_intervals(device)
+        if rows is None:
+            return tiles.tiles_of_predicate(self, device, block_q, block_kv)
+        return tiles.tiles_of_intervals(rows, self.seqlen_kv, block_q, block_kv)
+
     def block_mask(self, device: Device = "cpu", block_size: int | tuple[int, int] = 128) -> "BlockMask":
         """FlexAttention's BlockMask, exact: full blocks are full, absent blocks are empty."""
-        return intervals.block_mask(self, device, block_size)
+        return tiles.block_mask(self, device, block_size)
+
+    def draw(self, head: int = 0) -> str:
+        """The mask as text, a line for each query: # is visible, - is not."""
+        rows = self.dense()[0, head].tolist()
+        return "\n".join("".join("#" if visible else "-" for visible in row) for row in rows)
+
+
+Build = TypeVar("Build", bound=Callable[..., MaskMod])
+
+
+def cached_predicate(build: Build) -> Build:
+    """Decorates `predicate`: the same mask on the same device gives the same function, so that what was compiled for it is found again."""
+    cached = functools.lru_cache(maxsize=16)(build)
+
+    @functools.wraps(build)
+    def predicate(self: Mask, device: Device = "cpu") -> MaskMod:
+        return cached(self, torch.device(device))
+
+    return cast(Build, predicate)
 
 
 @dataclass(frozen=True, slots=True)
 class PredicateMask(Mask):
     """A user's FlexAttention mask_mod as a mask; every form that it has is found by evaluating it.
 
-    `mod(b, h, q_idx, kv_idx)` gets broadcastable int tensors and returns a bool tensor, True is visible.
-    Raises InvalidArgument if it returns anything else.
+    `mod(b, h, q_idx, kv_idx)` gets broadcastable int tensors and returns a bool tensor, True is visible. A mod that reads `b` or `h`
+    says over how many batches or query heads: `num_batches`, `num_heads`. Raises InvalidArgument if it returns anything else.
     """
 
     mod: MaskMod
     seqlen_q: int
     seqlen_kv: int
     label: str = "custom"
+    num_batches: int = 1
+    num_heads: int = 1
     name: ClassVar[str] = "custom"
+    unequal_lengths: ClassVar[bool] = True
+
+    @property
+    def batch(self) -> int:
+        return self.num_batches
+
+    @property
+    def heads(self) -> int:
+        return self.num_heads
 
     def predicate(self, device: Device = "cpu") -> MaskMod:
         return self.mod
 
-    def dense(self, device: Device = "cpu") -> Tensor:
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        visible = self.mod(
-            zero, zero, torch.arange(self.seqlen_q, device=device)[:, None], torch.arange(self.seqlen_kv, device=device)[None, :]
-        )
-        check_predicate_result(self.label, visible, (self.seqlen_q, self.seqlen_kv))
-        return visible.expand(1, 1, self.seqlen_q, self.seqlen_kv)
+
+@dataclass(frozen=True, slots=True)
+class _ModMask(Mask):
+    """Base of the classes that `from_mask_mod` makes: the mod is the class's, the lengths are the mask's."""
+
+    seqlen_q: int
+    seqlen_kv: int
+    mod: ClassVar[MaskMod]
+    num_batches: ClassVar[int]
+    num_heads: ClassVar[int]
+    unequal_lengths: ClassVar[bool] = True
+
+    @property
+    def batch(self) -> int:
+        return self.num_batches
+
+    @property
+    def heads(self) -> int:
+        return self.num_heads
+
+    def predicate(self, device: Device = "cpu") -> MaskMod:
+        return type(self).mod
+
+    @classmethod
+    def sample(cls, rng: Random, seqlen: int, seqlen_kv: int | None = None) -> Self:
+        return cls(seqlen, seqlen if seqlen_kv is None else seqlen_kv)
 
 
-def check_predicate_result(name: str, visible: object, shape: tuple[int, ...]) -> None:
-    """Raise InvalidArgument unless `visible` is a bool tensor that broadcasts to `shape`."""
-    if not isinstance(visible, Tensor):
-        raise InvalidArgument(f"mask {name!r} returned {type(visible).__name__}: a mask_mod returns a bool tensor")
-    if visible.dtype is not torch.bool:
-        raise InvalidArgument(f"mask {name!r} returned {visible.dtype}: a mask_mod returns torch.bool, True where the key is visible")
-    try:
-        torch.broadcast_shapes(visible.shape, shape)
-    except RuntimeError:
-        raise InvalidArgument(
-            f"mask {name!r} returned shape {tuple(visible.shape)}: it must broadcast to {shape}, one element for each (query, key)"
-        ) from None
+def from_mask_mod(name: str, mask_mod: MaskMod, *, batch: int = 1, heads: int = 1, two_runs_a_row: bool = False) -> type[Mask]:
+    """A mask class of a FlexAttention mask_mod, ready for the `pytest_longca_masks` hook.
+
+    `batch` and `heads` are for a mod that reads b or h; `two_runs_a_row` promises that no query sees more than two runs of keys, which
+    opens the mask to the kernels that take row intervals.
+
+    >>> strided = from_mask_mod("strided", lambda b, h, q, kv: (q - kv) % 2 == 0)
+    >>> print(strided(3, 4).draw())
+    #-#-
+    -#-#
+    #-#-
+    """
+    forms = {Form.PREDICATE, Form.ROW_INTERVALS} if two_runs_a_row else {Form.PREDICATE}
+    body = {"name": name, "mod": staticmethod(mask_mod), "num_batches": batch, "num_heads": heads, "forms": frozenset(forms)}
+    return type(name, (_ModMask,), {"__slots__": (), "__doc__": mask_mod.__doc__, **body})
