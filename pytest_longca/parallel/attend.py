@@ -1,0 +1,119 @@
+"""Context-parallel attention of one rank: the mesh's exchange of heads around the ring's blocks, forward and backward."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_longca.parallel.comm import Block, Communicator
+from pytest_longca.parallel.heads import HeadExchange
+from pytest_longca.parallel.kernel import BlockKernel
+from pytest_longca.parallel.merge import GradSum, OutSum, accumulation_dtype
+from pytest_longca.parallel.plan import Plan
+
+Saved = tuple[Tensor, Tensor, Tensor, Tensor]
+"""One head group's q, packed kv, merged out and lse, as the ring saw them."""
+
+
+@dataclass(eq=False)
+class ContextParallel:
+    """A mechanism bound to a rank: called with local q `[tokens, heads_q, head_dim]`, k and v, it is differentiable attention.
+
+    Returns local out `[tokens, heads_q, head_dim_v]` and lse `[heads_q / U, tokens of the ring shard]`, as the rank computed it.
+    """
+
+    plan: Plan
+    communicator: Communicator
+    heads: HeadExchange
+    kernel: BlockKernel
+    scale: float
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _Attend.apply(q, k, v, self)  # type: ignore[no-any-return, no-untyped-call]  # Function.apply is untyped
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Saved]]:
+        """out and lse, and what the backward needs."""
+        saved: list[Saved] = []
+        leaving = []
+        for q_part, kv_part in self.heads.to_heads(q, self._packed(k, v)):
+            kv_part = kv_part.contiguous()
+            out, lse = self._blocks_forward(q_part, kv_part)
+            leaving.append(self.heads.to_tokens(out))
+            saved.append((q_part, kv_part, out, lse))
+        out = self.heads.assemble(wait()[0] for wait in leaving)
+        return out, torch.cat([part[3] for part in saved]) if len(saved) > 1 else saved[0][3], saved
+
+    def backward(self, do: Tensor, saved: Sequence[Saved]) -> tuple[Tensor, Tensor]:
+        """dq `[tokens, heads_q, head_dim]` and packed dkv, the key/value heads still replicated, in the operands' dtype."""
+        leaving = []
+        for (do_part,), part in zip(self.heads.to_heads(do), saved, strict=True):
+            leaving.append(self.heads.to_tokens(*self._blocks_backward(do_part, *part)))
+        dq, dkv = zip(*(wait() for wait in leaving), strict=True)
+        return self.heads.assemble(dq), self.heads.assemble(dkv)
+
+    def _blocks_forward(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        head_dim = q.shape[-1]
+        total = OutSum(q, kv.shape[-1] - head_dim)
+        for block in self.communicator.blocks(Block(kv, (self.plan.own,))):
+            step = self.plan.step(block.sources)
+            if step is not None:
+                k, v = _split(block.data[step.keys], head_dim)
+                total.add(step.rows, *self.kernel.block_forward(q[step.rows], k, v, step.segment, self.scale))
+        return total.result()
+
+    def _blocks_backward(self, do: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        head_dim = q.shape[-1]
+        dq_total = GradSum(q)
+
+        def body(block: Block) -> Tensor | None:
+            step = self.plan.step(block.sources)
+            if step is None:
+                return None
+            rows, (k, v) = step.rows, _split(block.data[step.keys], head_dim)
+            dq, dk, dv = self.kernel.block_backward(do[rows], q[rows], k, v, out[rows], lse[:, rows], step.segment, self.scale)
+            dq_total.add(rows, dq)
+            return _placed(dk, dv, step.keys, block.data)
+
+        dkv = self.communicator.adjoint(Block(kv, (self.plan.own,)), body)
+        return dq_total.result(q.dtype), dkv.to(kv.dtype)
+
+    def _packed(self, k: Tensor, v: Tensor) -> Tensor:
+        """k and v side by side, `[tokens, heads, head_dim + head_dim_v]`: one message a hop; heads repeated where ranks outnumber them."""
+        kv = torch.cat((k, v), -1)
+        copies = self.heads.channel.size // k.shape[1]
+        return kv.repeat_interleave(copies, 1) if copies > 1 else kv
+
+
+class _Attend(torch.autograd.Function):
+    """One autograd node for the whole exchange, so that the order of collectives is the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bound: ContextParallel) -> tuple[Tensor, Tensor]:
+        out, lse, saved = bound.forward(q, k, v)
+        ctx.save_for_backward(*(tensor for part in saved for tensor in part))
+        ctx.bound, ctx.heads_kv, ctx.head_dim = bound, k.shape[1], k.shape[2]
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        flat = ctx.saved_tensors
+        dq, dkv = ctx.bound.backward(do, [flat[i : i + 4] for i in range(0, len(flat), 4)])
+        if dkv.shape[1] != ctx.heads_kv:
+            dkv = dkv.unflatten(1, (ctx.heads_kv, -1)).sum(2, dtype=accumulation_dtype(dkv.dtype)).to(dkv.dtype)
+        dk, dv = _split(dkv, ctx.head_dim)
+        return dq, dk, dv, None
+
+
+def _split(kv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    return kv[..., :head_dim], kv[..., head_dim:]
+
+
+def _placed(dk: Tensor, dv: Tensor, keys: slice, block: Tensor) -> Tensor:
+    """A block's packed gradient in the accumulation dtype; keys that no row saw get zero."""
+    dtype = accumulation_dtype(block.dtype)
+    dkv = torch.empty_like(block, dtype=dtype) if len(dk) == len(block) else torch.zeros_like(block, dtype=dtype)
+    dkv[keys, :, : dk.shape[-1]], dkv[keys, :, dk.shape[-1] :] = dk, dv
+    return dkv

@@ -1,0 +1,207 @@
+"""Communicators: how key/value blocks travel among ring ranks and their gradients travel home, and the tokens-heads exchange of Ulysses.
+
+Each communicator is a generator of blocks, with the next transfer in flight while the consumer computes, and its adjoint.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Block(NamedTuple):
+    """Key/value rows `[tokens, ...]` and the ring ranks that they belong to."""
+
+    data: Tensor
+    sources: tuple[int, ...]
+
+
+Wait = Callable[[], Tensor]
+Body = Callable[[Block], Tensor | None]
+"""A block to the gradient of its rows, in the dtype it shall travel in; None if it has none."""
+
+
+@dataclass(eq=False)
+class Channel:
+    """The ranks along one mesh axis and this rank's place among them.
+
+    Without a process group communication is switched off: every transfer returns data of the right shape that is at hand.
+    """
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup | None = None
+    is_staged: bool = False  # CUDA tensors over a CPU process group
+    traffic: Counter[str] = field(default_factory=Counter)
+    _stand_ins: dict[object, Tensor] = field(default_factory=dict)
+
+    def shift(self, x: Tensor, num_rows: int) -> Wait:
+        """Send `x` to the next rank, receive `num_rows` rows from the previous one."""
+        self._count("shift", x.nbytes, 1)
+        if self.group is None:
+            return lambda: self._stand_in(x, num_rows)
+        sent, received = self._host(x), self._host(x.new_empty(num_rows, *x.shape[1:]))
+        ops = [
+            dist.P2POp(dist.isend, sent, group=self.group, group_peer=(self.rank + 1) % self.size),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=(self.rank - 1) % self.size),
+        ]
+        return _waiter(dist.batch_isend_irecv(ops), received, x.device, sent)
+
+    def gather(self, x: Tensor, lengths: Sequence[int]) -> Wait:
+        """The rows of all ranks, in rank order. Any lengths: sent peer to peer, straight into place."""
+        self._count("gather", x.nbytes * (self.size - 1), self.size - 1)
+        if self.group is None:
+            return lambda: self._stand_in(x, sum(lengths))
+        sent, received = self._host(x), self._host(x.new_empty(sum(lengths), *x.shape[1:]))
+        parts = received.split(list(lengths))
+        parts[self.rank].copy_(sent)
+        ops = []
+        for distance in range(1, self.size):
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            ops.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=to))
+            ops.append(dist.P2POp(dist.irecv, parts[source], group=self.group, group_peer=source))
+        return _waiter(dist.batch_isend_irecv(ops), received, x.device, sent)
+
+    def all_to_all(self, x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], kind: str = "all_to_all") -> Wait:
+        """Send `sent_rows[r]` rows of `x` to rank r and receive `received_rows[r]` from it, concatenated in rank order."""
+        row_bytes = x.nbytes // max(1, len(x))
+        self._count(kind, (len(x) - sent_rows[self.rank]) * row_bytes, self.size - 1)
+        if self.group is None:
+            return lambda: self._stand_in(x, sum(received_rows))
+        sent, received = self._host(x), self._host(x.new_empty(sum(received_rows), *x.shape[1:]))
+        work = dist.all_to_all_single(received, sent, list(received_rows), list(sent_rows), group=self.group, async_op=True)
+        return _waiter([work], received, x.device, sent)
+
+    def reduce_scatter(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        """This rank's rows of the sum of all ranks' `x`; summed here, in rank order, in x's dtype."""
+        own = lengths[self.rank]
+        parts = self.all_to_all(x, lengths, [own] * self.size, kind="reduce_scatter")()
+        return parts.view(self.size, own, *x.shape[1:]).sum(0)
+
+    def _count(self, kind: str, num_bytes: int, messages: int) -> None:
+        self.traffic.update({f"{kind}_bytes": num_bytes, f"{kind}_messages": messages})
+
+    def _host(self, x: Tensor) -> Tensor:
+        return x.cpu() if self.is_staged else x
+
+    def _stand_in(self, x: Tensor, num_rows: int) -> Tensor:
+        if len(x) == num_rows:
+            return x
+        key = (num_rows, x.shape[1:], x.dtype)
+        if key not in self._stand_ins:
+            self._stand_ins[key] = x[torch.arange(num_rows, device=x.device) % len(x)]
+        return self._stand_ins[key]
+
+
+def _waiter(works: Sequence[dist.Work | None], received: Tensor, device: torch.device, sent: Tensor) -> Wait:
+    def wait(keep_alive: Tensor = sent) -> Tensor:
+        for work in works:
+            if work is not None:
+                work.wait()
+        return received.to(device)
+
+    return wait
+
+
+class Communicator(Protocol):
+    """What a mechanism needs of the ring axes."""
+
+    def blocks(self, block: Block) -> Iterator[Block]:
+        """Every rank's block, this rank's first."""
+
+    def adjoint(self, block: Block, body: Body) -> Tensor:
+        """The gradient of this rank's block: `body`'s, summed over every rank that saw it."""
+
+
+@dataclass(slots=True, eq=False)
+class Ring:
+    """Blocks move from neighbour to neighbour; a gradient follows its block one hop behind and makes the last hop home.
+
+    `stride` is the distance between neighbours in ring ranks, `lengths` the tokens of each ring rank.
+    """
+
+    channel: Channel
+    stride: int
+    lengths: Sequence[int]
+
+    def blocks(self, block: Block) -> Iterator[Block]:
+        for hop in range(self.channel.size):
+            arriving = self._shift(block) if hop + 1 < self.channel.size else None
+            yield block
+            if arriving is not None:
+                block = arriving()
+
+    def adjoint(self, block: Block, body: Body) -> Tensor:
+        travelling: Callable[[], Block] | None = None
+        for visitor in self.blocks(block):
+            grad = body(visitor)  # before the wait: the gradient of the hop before is still in flight
+            grad = _added(travelling().data if travelling else None, grad, visitor.data)
+            if self.channel.size == 1:
+                return grad
+            travelling = self._shift(Block(grad, visitor.sources))
+        assert travelling is not None
+        return travelling().data
+
+    def _shift(self, block: Block) -> Callable[[], Block]:
+        (source,) = block.sources
+        place = source // self.stride % self.channel.size
+        before = source + ((place - 1) % self.channel.size - place) * self.stride
+        wait = self.channel.shift(block.data, self.lengths[before])
+        return lambda: Block(wait(), (before,))
+
+
+def _added(travelling: Tensor | None, grad: Tensor | None, block: Tensor) -> Tensor:
+    if travelling is None:
+        return torch.zeros_like(block, dtype=torch.promote_types(block.dtype, torch.float32)) if grad is None else grad
+    return travelling if grad is None else travelling.add_(grad)
+
+
+@dataclass(slots=True, eq=False)
+class Gather:
+    """All blocks at once, sorted by token id; their gradients are summed where they belong."""
+
+    channel: Channel
+    stride: int
+    lengths: Sequence[int]
+    order: Callable[[tuple[int, ...]], tuple[Tensor, Tensor]]
+
+    def blocks(self, block: Block) -> Iterator[Block]:
+        if self.channel.size == 1:
+            yield block
+            return
+        sources, lengths = self._members(block)
+        gathered = self.channel.gather(block.data, lengths)()
+        yield Block(gathered[self.order(sources)[0]], sources)
+
+    def adjoint(self, block: Block, body: Body) -> Tensor:
+        (whole,) = self.blocks(block)
+        grad = _added(None, body(whole), whole.data)
+        if self.channel.size == 1:
+            return grad
+        sources, lengths = self._members(block)
+        return self.channel.reduce_scatter(grad[self.order(sources)[1]], lengths)
+
+    def _members(self, block: Block) -> tuple[tuple[int, ...], list[int]]:
+        (source,) = block.sources
+        first = source - source // self.stride % self.channel.size * self.stride
+        sources = tuple(first + place * self.stride for place in range(self.channel.size))
+        return sources, [self.lengths[member] for member in sources]
+
+
+@dataclass(slots=True, eq=False)
+class Chain:
+    """One communicator around another: LoongTrain's double ring, or a ring of gathers."""
+
+    outer: Communicator
+    inner: Communicator
+
+    def blocks(self, block: Block) -> Iterator[Block]:
+        for window in self.outer.blocks(block):
+            yield from self.inner.blocks(window)
+
+    def adjoint(self, block: Block, body: Body) -> Tensor:
+        return self.outer.adjoint(block, lambda window: self.inner.adjoint(window, body))

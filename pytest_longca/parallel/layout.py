@@ -1,0 +1,85 @@
+"""Layouts: which tokens each ring rank holds. Ascending token ids, no padding, every token exactly once."""
+
+import heapq
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pytest_longca.errors import unknown_name
+
+Layout = Callable[[Sequence[int], Tensor, int], list[Tensor]]
+"""(document lengths, visible keys of each row int64 `[tokens]`, ring ranks) -> int64 ascending token ids of each ring rank."""
+
+CHUNK = 512  # tokens; smaller chunks balance better, larger ones keep a kernel's tiles whole
+
+
+def contiguous(lengths: Sequence[int], row_area: Tensor, ring: int) -> list[Tensor]:
+    """Near-equal slices of the sequence, as Ulysses needs them and as a plain ring takes them."""
+    return list(torch.arange(len(row_area)).tensor_split(ring))
+
+
+def zigzag(lengths: Sequence[int], row_area: Tensor, ring: int) -> list[Tensor]:
+    """The paper's layout: each document falls into 2 * ring chunks and rank r gets the r-th from the head and from the tail."""
+    return _zigzag(lengths, ring)
+
+
+def zigzag_global(lengths: Sequence[int], row_area: Tensor, ring: int) -> list[Tensor]:
+    """Zigzag over the whole sequence, blind to documents."""
+    return _zigzag([len(row_area)], ring)
+
+
+def balanced(lengths: Sequence[int], row_area: Tensor, ring: int) -> list[Tensor]:
+    """Chunks of up to 512 tokens, heaviest first, each to the least loaded rank that still has room."""
+    total = len(row_area)
+    chunk = max(1, min(CHUNK, total // (16 * ring)))
+    chunks = torch.arange(total).split(chunk)
+    work = [int(row_area[ids].sum()) for ids in chunks]
+    room = -(-len(chunks) // ring)
+    heap = [(0, rank) for rank in range(ring)]
+    held: list[list[int]] = [[] for _ in range(ring)]
+    for index in sorted(range(len(chunks)), key=lambda i: -work[i]):
+        load, rank = heapq.heappop(heap)
+        held[rank].append(index)
+        if len(held[rank]) < room:
+            heapq.heappush(heap, (load + work[index], rank))
+    return [_cat([chunks[index] for index in sorted(indices)]) for indices in held]
+
+
+LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "zigzag": zigzag, "zigzag_global": zigzag_global, "balanced": balanced}
+
+
+def find_layout(name: str) -> Layout:
+    """The layout of that name, or InvalidArgument with the closest names."""
+    if name not in LAYOUTS:
+        raise unknown_name("layout", name, LAYOUTS)
+    return LAYOUTS[name]
+
+
+def _zigzag(lengths: Sequence[int], ring: int) -> list[Tensor]:
+    totals = [0] * ring
+    pieces: list[list[Tensor]] = [[] for _ in range(ring)]
+    start = 0
+    for length in lengths:
+        for chunk, size in enumerate(_chunk_sizes(length, totals)):
+            pieces[min(chunk, 2 * ring - 1 - chunk)].append(torch.arange(start, start + size))
+            start += size
+    return [_cat(piece) for piece in pieces]
+
+
+def _chunk_sizes(length: int, totals: list[int]) -> list[int]:
+    """Sizes of a document's 2 * ring chunks; the remainder goes token by token to the ranks that hold fewest, so that totals differ by one at most."""
+    ring = len(totals)
+    sizes = [length // (2 * ring)] * (2 * ring)
+    extra = [0] * ring
+    for _ in range(length % (2 * ring)):
+        rank = min(range(ring), key=lambda r: (totals[r] + extra[r], extra[r], r))
+        sizes[rank if extra[rank] == 0 else 2 * ring - 1 - rank] += 1
+        extra[rank] += 1
+    for rank in range(ring):
+        totals[rank] += 2 * (length // (2 * ring)) + extra[rank]
+    return sizes
+
+
+def _cat(pieces: list[Tensor]) -> Tensor:
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)

@@ -1,0 +1,147 @@
+"""Layouts and plans without processes: tokens are placed exactly once, and the plan's cells tile the mask exactly once."""
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_longca.catalogue import MASK_GROUPS, MASKS, load
+from pytest_longca.mask import Mask
+from pytest_longca.parallel.layout import LAYOUTS
+from pytest_longca.parallel.plan import Plan
+from pytest_longca.parallel.segment import Round, Segment, find_runs
+from pytest_longca.parallel.setup import document_lengths
+
+CPU = torch.device("cpu")
+STATIC = MASK_GROUPS["static"]
+
+
+def sample(name: str, seqlen: int, seed: int) -> Mask:
+    return load(MASKS[name]).sample(Random(seed), seqlen)
+
+
+def plans(mask: Mask, layout: str, ring: int) -> list[Plan]:
+    intervals = mask.row_intervals()[0, 0]
+    area = (intervals[..., 1] - intervals[..., 0]).sum(1)
+    shards = LAYOUTS[layout](document_lengths(mask), area, ring)
+    return [Plan(intervals, shards, own, CPU) for own in range(ring)]
+
+
+def cells(call: Round, rows: int, keys: int) -> torch.Tensor:
+    """How often a varlen call computes each (row, key), by FlashAttention's rule for windows."""
+    count = torch.zeros(rows, keys, dtype=torch.int64)
+    row, key = call.rows.start, call.keys.start
+    left, right = call.window
+    for n, m in call.lengths:
+        i, j = torch.arange(n)[:, None] + (m - n), torch.arange(m)[None, :]
+        visible = torch.ones(n, m, dtype=torch.bool)
+        if left is not None and left < call.max_seqlen_kv:
+            visible &= j >= i - left
+        if right is not None and right < call.max_seqlen_kv:
+            visible &= j <= i + right
+        count[row : row + n, key : key + m] += visible
+        row, key = row + n, key + m
+    assert (row, key) == (call.rows.stop, call.keys.stop)
+    return count
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(1, 150), min_size=1, max_size=6), ring=st.integers(1, 96))
+def test_every_layout_holds_each_token_once_in_ascending_order(layout: str, lengths: list[int], ring: int) -> None:
+    shards = LAYOUTS[layout](lengths, torch.ones(sum(lengths), dtype=torch.int64), ring)
+    assert len(shards) == ring
+    assert torch.equal(torch.cat(shards).sort().values, torch.arange(sum(lengths)))
+    assert all((ids.diff() > 0).all() for ids in shards)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "zigzag_global"])
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(1, 150), min_size=1, max_size=6), ring=st.integers(1, 96))
+def test_ranks_hold_equal_token_counts_up_to_one(layout: str, lengths: list[int], ring: int) -> None:
+    sizes = [len(ids) for ids in LAYOUTS[layout](lengths, torch.ones(sum(lengths), dtype=torch.int64), ring)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("ring", [8, 64])
+def test_balanced_layout_balances_causal_documents(ring: int) -> None:
+    mask = load(MASKS["causal_document"])(doc_lens=(30 * ring,) * 4 + (1000 * ring,) * 3 + (1024 * ring - 72 * ring,))
+    work = [sum(step.segment.area for s in range(ring) if (step := plan.step((s,)))) for plan in plans(mask, "balanced", ring)[:4]]
+    assert max(work) <= 1.05 * mask.area() / ring
+
+
+@pytest.mark.parametrize("name", STATIC)
+@pytest.mark.parametrize(("layout", "ring"), [("contiguous", 3), ("zigzag", 8), ("zigzag_global", 5), ("balanced", 7)])
+def test_plan_tiles_the_mask_exactly_once(name: str, layout: str, ring: int) -> None:
+    assert_plan_tiles(name, layout, ring)
+
+
+@pytest.mark.parametrize("name", ["causal", "full_sliding_window", "shared_question"])
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+def test_plan_tiles_the_mask_exactly_once_among_96_ranks(name: str, layout: str) -> None:
+    assert_plan_tiles(name, layout, 96)
+
+
+def assert_plan_tiles(name: str, layout: str, ring: int) -> None:
+    mask = sample(name, 211, seed=ring)
+    count = torch.zeros(211, 211, dtype=torch.int64)
+    for plan in plans(mask, layout, ring):
+        for source in range(ring):
+            step = plan.step((source,))
+            if step is not None:
+                rows, keys = plan.shards[plan.own][step.rows], plan.shards[source][step.keys]
+                count[rows[:, None], keys[None, :]] += step.segment.dense()
+    assert torch.equal(count, mask.dense()[0, 0].to(torch.int64))
+
+
+@pytest.mark.parametrize("name", STATIC)
+@pytest.mark.parametrize(("layout", "ring"), [("contiguous", 4), ("zigzag", 4), ("balanced", 3)])
+def test_rounds_compute_each_visible_cell_exactly_once(name: str, layout: str, ring: int) -> None:
+    mask = sample(name, 173, seed=ring)
+    for plan in plans(mask, layout, ring):
+        for sources in [(source,) for source in range(ring)] + [tuple(range(ring))]:
+            if step := plan.step(sources):
+                assert_rounds_are_exact(step.segment)
+
+
+def assert_rounds_are_exact(segment: Segment) -> None:
+    total = sum((cells(call, segment.num_rows, segment.num_keys) for call in segment.rounds), torch.zeros(segment.num_rows, segment.num_keys, dtype=torch.int64))
+    assert torch.equal(total, segment.dense().to(torch.int64))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_rounds_are_exact_for_any_intervals(data: st.DataObject) -> None:
+    keys = data.draw(st.integers(1, 12))
+    row = st.lists(st.integers(0, keys), min_size=4, max_size=4).map(sorted)
+    rows = data.draw(st.lists(row, min_size=1, max_size=14))
+    intervals = torch.tensor([[(a, b), (c, d)] if b < c else [(a, max(b, d)), (0, 0)] for a, b, c, d in rows], dtype=torch.int32)
+    assert_rounds_are_exact(Segment(intervals, keys))
+
+
+def test_window_of_a_ring_falls_into_few_runs() -> None:
+    mask = load(MASKS["causal_sliding_window"])(seqlen_q=32768, seqlen_kv=32768, window=1024)
+    runs = [
+        run for plan in plans(mask, "zigzag", 4) for s in range(4) if (step := plan.step((s,))) for call in step.segment.rounds for run in call.runs
+    ]
+    assert len(runs) <= 33
+
+
+@pytest.mark.parametrize(("name", "calls"), [("full", 1), ("causal", 1), ("full_sliding_window", 1), ("causal_sliding_window", 1), ("causal_document", 1)])
+def test_a_whole_regular_mask_is_one_varlen_call(name: str, calls: int) -> None:
+    mask = sample(name, 300, seed=3)
+    step = plans(mask, "contiguous", 1)[0].step((0,))
+    assert step is not None and len(step.segment.rounds) == calls
+
+
+def test_one_row_runs_join_the_causal_call() -> None:
+    mask = load(MASKS["causal_document"])(doc_lens=(1, 5, 1, 1, 9))
+    step = plans(mask, "contiguous", 1)[0].step((0,))
+    assert step is not None and [len(call.runs) for call in step.segment.rounds] == [5]
+
+
+def test_rows_without_keys_are_in_no_run() -> None:
+    start, stop = torch.tensor([0, 0, 3, 0]).numpy(), torch.tensor([0, 0, 5, 0]).numpy()
+    assert [(run.q0, run.q1) for run in find_runs(start, stop)] == [(2, 3)]
