@@ -1,0 +1,105 @@
+"""The matrix: one outcome for each kernel and mask, and the reasons, as values. Terminal, Markdown and HTML draw it."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pytest_longca.report.record import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How an outcome is shown: a short word for a cell, a colour name of pytest's terminal, and what it means."""
+
+    word: str
+    colour: str
+    meaning: str
+
+
+FORWARD_ONLY = "forward_only"
+
+MARKS: dict[str, Mark] = {
+    "wrong": Mark("WRONG", "red", "disagrees with the reference"),
+    "crashed": Mark("CRASH", "red", "its process died or it raised an error"),
+    "timed_out": Mark("HANG", "red", "did not come back in time"),
+    "out_of_memory": Mark("OOM", "yellow", "out of memory"),
+    "known_wrong": Mark("known", "yellow", "wrong, as the known failures say"),
+    "not_verified": Mark("?", "yellow", "nothing was judged"),
+    "passed": Mark("ok", "green", "outputs and gradients passed"),
+    FORWARD_ONLY: Mark("fwd", "green", "passed, forward only"),
+    "unsupported": Mark("-", "blue", "not supported"),
+    "not_installed": Mark("absent", "blue", "not installed"),
+}
+"""Every outcome, the gravest first: a cell shows the first one that some record of it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Rows are masks, columns kernels, in the order in which the records name them; `cells` holds keys of MARKS."""
+
+    masks: tuple[str, ...]
+    kernels: tuple[str, ...]
+    cells: dict[tuple[str, str], str]
+    reasons: tuple["Reason", ...]
+
+    def used(self) -> list[str]:
+        """The outcomes that occur, in the order of MARKS."""
+        return [kind for kind in MARKS if kind in self.cells.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why cells of one kernel are not green: the text, and the masks that it is true of."""
+
+    kernel: str
+    kind: str
+    text: str
+    masks: tuple[str, ...]
+    replay: str | None = None
+
+
+def column(record: Record) -> str:
+    """The column that a record belongs to: its kernel, under its mechanism and world if it ran in parallel."""
+    return f"{record.mechanism}x{record.world_size}:{record.kernel}" if record.mechanism else record.kernel
+
+
+def matrix(records: Iterable[Record]) -> Matrix:
+    """The matrix of a file's or a session's records."""
+    records = list(records)
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((column(record), record.mask), []).append(record)
+    return Matrix(
+        masks=tuple(dict.fromkeys(record.mask for record in records)),
+        kernels=tuple(dict.fromkeys(column(record) for record in records)),
+        cells={cell: cell_kind(group) for cell, group in groups.items()},
+        reasons=tuple(_reasons(records)),
+    )
+
+
+def cell_kind(records: Sequence[Record]) -> str:
+    """The outcome that stands for a cell: the gravest, and "forward only" where no backward was ever judged."""
+    kinds = {record.kind for record in records}
+    kind = next(kind for kind in MARKS if kind in kinds)
+    directions = {record.direction for record in records if record.kind == "passed"}
+    return FORWARD_ONLY if kind == "passed" and directions == {"fwd"} else kind
+
+
+def _reasons(records: Iterable[Record]) -> list[Reason]:
+    """Reasons of all records that did not pass, one for each kernel and text, the gravest first."""
+    order = list(MARKS)
+    found: dict[tuple[str, str, str], dict[str, str | None]] = {}
+    for record in records:
+        if record.kind != "passed":
+            key = (record.kind, column(record), _impersonal(record))
+            found.setdefault(key, {}).setdefault(record.mask, record.replay)
+    return [
+        Reason(kernel, kind, text, tuple(masks), next((replay for replay in masks.values() if replay), None))
+        for (kind, kernel, text), masks in sorted(found.items(), key=lambda item: order.index(item[0][0]))
+    ]
+
+
+def _impersonal(record: Record) -> str:
+    """The reason without the mask's name, so that one reason that holds for many masks is told once."""
+    text = str(record.result)
+    return re.sub(rf"\b{re.escape(record.mask)} has\b", "the mask has", text)

@@ -1,0 +1,129 @@
+"""The closing summary of a run in the terminal: reasons, fastest kernels, and the matrix last. What it adds to names is ASCII."""
+
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+
+from pytest_longca.report.figures import fastest, fraction_of_peak, median_ms, tflop_per_s
+from pytest_longca.report.matrix import MARKS, Matrix, Reason, column, matrix
+from pytest_longca.report.record import Record
+
+Paint = Callable[[str, str], str]
+"""A function (text, colour name) to text."""
+
+COLOURS = {"red": "31", "green": "32", "yellow": "33", "blue": "34"}
+
+NARROWEST = 24
+SHOWN_MASKS = 4
+SHOWN_LINES = 12
+
+
+def plain(text: str, colour: str) -> str:
+    """The Paint that paints nothing."""
+    return text
+
+
+def ansi(text: str, colour: str) -> str:
+    """The Paint of terminals."""
+    return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m" if text else ""
+
+
+def render(records: Iterable[Record], width: int | None = None, color: bool = False) -> str:
+    """The whole summary, wrapped to `width` columns (the terminal's if None); a longer name or command is never cut."""
+    records = list(records)
+    if not records:
+        return "no results"
+    width = max(width or shutil.get_terminal_size().columns, NARROWEST)
+    paint = ansi if color else plain
+    found = matrix(records)
+    parts = (
+        reason_lines(found.reasons, width, paint),
+        fastest_lines(records, width),
+        matrix_lines(found, width, paint),
+        legend_lines(found, paint),
+    )
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def matrix_lines(found: Matrix, width: int, paint: Paint = plain) -> list[str]:
+    """Masks as rows, kernels as columns, in as many blocks of columns as the width asks for."""
+    label = max(len(name) for name in ("mask", *found.masks))
+    lines: list[str] = []
+    for block in _blocks(found.kernels, width - label):
+        lines += [""] if lines else []
+        lines.append("mask".ljust(label) + "".join(f" {name:>{_cell_width(name)}}" for name in block))
+        lines += [mask.ljust(label) + "".join(_cell(found, kernel, mask, paint) for kernel in block) for mask in found.masks]
+    return lines
+
+
+def _cell_width(kernel: str) -> int:
+    return max(len(kernel), *(len(mark.word) for mark in MARKS.values()))
+
+
+def _cell(found: Matrix, kernel: str, mask: str, paint: Paint) -> str:
+    """One cell, padded before it is painted, because colour codes have a length and no width."""
+    kind = found.cells.get((kernel, mask))
+    word, colour = (MARKS[kind].word, MARKS[kind].colour) if kind else ("", "")
+    return " " * (1 + _cell_width(kernel) - len(word)) + (paint(word, colour) if kind else "")
+
+
+def _blocks(kernels: Sequence[str], width: int) -> list[list[str]]:
+    """The kernels in runs whose columns fit into `width`; at least one a run."""
+    blocks: list[list[str]] = []
+    used = 0
+    for kernel in kernels:
+        needed = _cell_width(kernel) + 1
+        if not blocks or used + needed > width:
+            blocks.append([])
+            used = 0
+        blocks[-1].append(kernel)
+        used += needed
+    return blocks
+
+
+def legend_lines(found: Matrix, paint: Paint = plain) -> list[str]:
+    """What the words in the cells mean, those that occur."""
+    return [
+        f"{paint(MARKS[kind].word, MARKS[kind].colour)}{' ' * (7 - len(MARKS[kind].word))}{MARKS[kind].meaning}" for kind in found.used()
+    ]
+
+
+def reason_lines(reasons: Sequence[Reason], width: int, paint: Paint = plain) -> list[str]:
+    """Why cells are not green: each kernel and reason once, with its masks, and the command that replays it."""
+    lines: list[str] = []
+    for reason in reasons:
+        masks = ", ".join(reason.masks[:SHOWN_MASKS]) + (f" and {len(reason.masks) - SHOWN_MASKS} more" * (len(reason.masks) > SHOWN_MASKS))
+        lines += _wrapped(f"{reason.kernel}: {reason.text} [{masks}]", width, paint, MARKS[reason.kind].colour)
+        if reason.replay:
+            lines.append(f"  {reason.replay}")
+    return lines
+
+
+def _wrapped(text: str, width: int, paint: Paint, colour: str) -> list[str]:
+    """The text wrapped line by line, a long one cut, its first word (the kernel) painted."""
+    pieces = [
+        piece
+        for line in text.splitlines()
+        for piece in textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    ]
+    cut = pieces[:SHOWN_LINES] + (["  ..."] if len(pieces) > SHOWN_LINES else [])
+    kernel, colon, rest = cut[0].partition(":")
+    return [paint(kernel, colour) + colon + rest, *cut[1:]]
+
+
+def fastest_lines(records: Iterable[Record], width: int) -> list[str]:
+    """The fastest verified kernel for each mask, shape and pass, with its figures; empty where nothing was timed."""
+    lines: list[str] = []
+    for key, ranked in fastest(records).items():
+        best = ranked[0]
+        text = f"{key.mask} {key.shape} {key.direction}: {column(best)} {_figures(best)}"
+        if len(ranked) > 1:
+            ratio = (median_ms(ranked[1]) or 0.0) / (median_ms(best) or 1.0)
+            text += f", {ratio:.2f}x the speed of {column(ranked[1])}"
+        lines += textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    return ["fastest verified kernel:", *lines] if lines else []
+
+
+def _figures(record: Record) -> str:
+    share = fraction_of_peak(record)
+    return f"{median_ms(record):.3g} ms, {tflop_per_s(record):.3g} TFLOP/s" + (f" ({share:.0%} of peak)" if share is not None else "")

@@ -1,0 +1,121 @@
+"""The terminal summary: every outcome has its word, every reason is told, at any width and in any locale."""
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_longca.catalogue import MASKS
+from pytest_longca.outcome import (
+    OUTCOMES,
+    Crashed,
+    KnownWrong,
+    NotInstalled,
+    NotVerified,
+    Outcome,
+    OutOfMemory,
+    Passed,
+    TimedOut,
+    Unsupported,
+    Wrong,
+)
+from pytest_longca.report.matrix import FORWARD_ONLY, MARKS, cell_kind, matrix
+from pytest_longca.report.record import Record
+from pytest_longca.report.terminal import render
+
+EVERY: dict[str, Outcome] = {
+    "passed": Passed(),
+    "wrong": Wrong("dk is 4.2 times its limit at batch 0, head 1, rows 3 to 9"),
+    "known_wrong": KnownWrong("lse is off", "fa2-lse"),
+    "unsupported": Unsupported("takes a block map, and causal has no such form"),
+    "not_installed": NotInstalled("the package flash-attn is not installed", "pip install pytest-longca[fa2]"),
+    "out_of_memory": OutOfMemory("wanted 80 GB"),
+    "crashed": Crashed("signal 11"),
+    "timed_out": TimedOut("after 120 s"),
+    "not_verified": NotVerified("no case of this cell could run here"),
+}
+
+
+def record(kernel: str = "flex", mask: str = "causal", outcome: Outcome | None = None, **more: Any) -> Record:
+    return Record(**{"stage": "examples", "kernel": kernel, "mask": mask, "outcome": (outcome or Passed()).to_json(), **more})
+
+
+def timing(kernel: str, ms: float, outcome: Outcome | None = None, **more: Any) -> Record:
+    shape = {"batch": 1, "seqlen_q": 8192, "seqlen_kv": 8192, "heads_q": 64, "heads_kv": 8, "head_dim": 128, "head_dim_v": 128}
+    values: dict[str, Any] = {"shape": {**shape, "dtype": "bf16"}, "case": "c", "direction": "fwd", "flop": 10**12, "samples_ms": [ms] * 3}
+    return record(kernel, outcome=outcome, **{**values, "stage": "timing", **more})
+
+
+def test_every_outcome_has_a_mark_of_its_own() -> None:
+    assert set(MARKS) == {*OUTCOMES, FORWARD_ONLY} == {*EVERY, FORWARD_ONLY}
+    assert len({mark.word for mark in MARKS.values()}) == len(MARKS)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_each_outcome_shows_its_word_meaning_and_reason(kind: str) -> None:
+    text = render([record(outcome=EVERY[kind])], width=200)
+    assert re.search(rf"^causal +{re.escape(MARKS[kind].word)}$", text, re.MULTILINE)
+    assert MARKS[kind].meaning in text
+    if kind != "passed":
+        assert str(EVERY[kind]).replace("causal has", "the mask has") in text
+
+
+def test_a_cell_shows_the_gravest_of_its_outcomes() -> None:
+    assert cell_kind([record(), record(outcome=EVERY["wrong"]), record(outcome=EVERY["unsupported"])]) == "wrong"
+    assert cell_kind([record(), record(outcome=EVERY["unsupported"])]) == "passed"
+
+
+def test_a_cell_without_any_backward_says_forward_only() -> None:
+    assert cell_kind([record(direction="fwd"), record(direction="fwd")]) == FORWARD_ONLY
+    assert cell_kind([record(direction="fwd"), record(direction="bwd")]) == "passed"
+
+
+def test_a_reason_that_holds_for_many_masks_is_told_once() -> None:
+    records = [record(mask=mask, outcome=Unsupported(f"takes a block map, and {mask} has no such form")) for mask in MASKS]
+    (reason,) = matrix(records).reasons
+    assert reason.masks == tuple(MASKS)
+    assert render(records, width=300).count("takes a block map") == 1
+
+
+def test_a_failure_shows_the_line_that_replays_it_unbroken() -> None:
+    replay = "pytest --longca-kernels=flex --longca-case='causal(seqlen_q=16,seqlen_kv=20)/b2/h4:2/d64/bf16/fwd_bwd/s0'"
+    assert f"  {replay}" in render([record(outcome=EVERY["wrong"], replay=replay)], width=40).splitlines()
+
+
+@given(width=st.integers(24, 200), num_kernels=st.integers(1, 14), data=st.data())
+def test_no_line_is_wider_than_the_terminal_and_no_cell_is_lost(width: int, num_kernels: int, data: st.DataObject) -> None:
+    kernels = [f"kernel_{number}" for number in range(num_kernels)]
+    outcomes = st.sampled_from(list(EVERY.values()))
+    records = [record(kernel, mask, data.draw(outcomes)) for kernel in kernels for mask in ("causal", "full_document")]
+    lines = render(records, width=width).splitlines()
+    assert max(map(len, lines)) <= max(width, 48), "48: the longest legend line and the longest word"
+    rows = "\n".join(line for line in lines if line.startswith(("causal ", "full_document ")))
+    assert len(re.findall(r"\S+", rows)) == len(records) + len(rows.splitlines())
+
+
+def test_colours_change_nothing_but_the_colour() -> None:
+    records = [record(kernel, mask, outcome) for kernel in ("a", "b") for mask, outcome in EVERY.items()]
+    coloured = render(records, width=80, color=True)
+    assert "\x1b[31m" in coloured
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == render(records, width=80)
+
+
+def test_summary_is_ascii_so_that_any_locale_can_print_it() -> None:
+    assert render([record(outcome=outcome, mask=mask) for mask, outcome in EVERY.items()] + [timing("flex", 2.0)]).isascii()
+
+
+def test_fastest_kernel_comes_with_its_figures_and_the_runner_up() -> None:
+    text = render([timing("sdpa", 4.0), timing("flex", 2.0, peaks={"matrix_tflop_per_s": 800.0})], width=200)
+    assert "causal 8192 64:8 d128 bf16 fwd: flex 2 ms, 500 TFLOP/s (62% of peak), 2.00x the speed of sdpa" in text
+
+
+def test_a_kernel_that_is_wrong_on_the_mask_is_never_the_fastest() -> None:
+    text = render([timing("sdpa", 4.0), timing("flex", 2.0), record("flex", outcome=EVERY["wrong"])], width=200)
+    assert "fwd: sdpa 4 ms" in text
+    assert "flex 2 ms" not in text
+
+
+def test_no_records_make_a_summary_too() -> None:
+    assert render([]) == "no results"
