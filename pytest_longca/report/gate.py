@@ -1,0 +1,49 @@
+"""The gate's answer as text: what fails, what is shown and does not, and how many cases are fine."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from pytest_longca.report.verdict import MEANING, REGRESSIONS, Comparison, Finding, Row, Verdict
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """The comparison for a terminal: one line for each finding that is not fine, then the counts and the conclusion."""
+    lines = [_line("run", finding, comparison) for finding in comparison.run]
+    lines += [_line(str(row.key), finding, comparison) for row in by_gravity(comparison) for finding in row.findings if _is_told(finding)]
+    return "\n".join([*lines, *count_lines(comparison), conclusion(comparison)])
+
+
+def by_gravity(comparison: Comparison) -> list[Row]:
+    """The rows, the gravest verdict first."""
+    order = list(Verdict)
+    return sorted(comparison.rows, key=lambda row: (order.index(row.verdict), row.key))
+
+
+def count_lines(comparison: Comparison) -> list[str]:
+    """How many cases got each verdict, and what the verdict means."""
+    counts = Counter(row.verdict for row in comparison.rows)
+    return [f"{counts[verdict]:5d} {verdict:15s} {MEANING[verdict]}" for verdict in Verdict if counts[verdict]]
+
+
+def conclusion(comparison: Comparison) -> str:
+    """The exit status in words."""
+    failing = [verdict for verdict in Verdict if verdict in set(comparison.verdicts) - comparison.allowed]
+    text = {
+        0: "no regression",
+        1: f"REGRESSED ({_names(verdict for verdict in failing if verdict in REGRESSIONS)})",
+        2: f"NOT COMPARABLE ({_names(failing)})",
+    }
+    return text[comparison.exit_code] + f": {len(comparison.rows)} cases compared"
+
+
+def _is_told(finding: Finding) -> bool:
+    return finding.verdict is not Verdict.OK
+
+
+def _line(subject: str, finding: Finding, comparison: Comparison) -> str:
+    mark = "  " if finding.verdict in comparison.allowed else "! "
+    return f"{mark}{finding.verdict} ({finding.quantity}): {subject}: {finding.reason}"
+
+
+def _names(verdicts: Iterable[Verdict]) -> str:
+    return ", ".join(verdicts)
