@@ -1,0 +1,258 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Triton kernels of block-sparse attention: forward, backward for dq, backward for dk and dv.
+
+Each program owns one tile of one side (queries, or keys for dk and dv) and walks the list of tiles of the other side that its block
+selects or is selected by. Nothing is summed across programs, so results are the same bits in every run.
+
+Words used in all three: `own` is the side of the program's tile, `other` the side of the list. FULL_OWN and FULL_OTHER say that tiles
+are never short, which drops every mask on tokens; PAD_D and PAD_V say that the head dimension is smaller than its power of two. With TMA
+the other side is read through tensor descriptors over `[rows, stride of a token]`, else through pointers.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _load(pointer, stride, num_tokens, D, tokens, dims, FULL: tl.constexpr, PAD: tl.constexpr):
+    """Rows `tokens` of a tile whose first row is at `pointer`; zeros from `num_tokens` on and from column D on."""
+    pointers = pointer + tokens[:, None] * stride + dims[None, :]
+    if FULL and not PAD:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=(tokens[:, None] < num_tokens) & (dims[None, :] < D), other=0.0)
+
+
+@triton.jit
+def _store(pointer, stride, num_tokens, D, tokens, dims, value, FULL: tl.constexpr, PAD: tl.constexpr):
+    pointers = pointer + tokens[:, None] * stride + dims[None, :]
+    if FULL and not PAD:
+        tl.store(pointers, value.to(pointer.dtype.element_ty))
+    else:
+        tl.store(pointers, value.to(pointer.dtype.element_ty), mask=(tokens[:, None] < num_tokens) & (dims[None, :] < D))
+
+
+@triton.jit
+def _read(source, batch, head, first, stride_b, stride_s, stride_h, num_tokens, D, tokens, dims,
+          FULL: tl.constexpr, PAD: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """The tile of the other side that starts at token `first`. A descriptor's row and column follow from the strides (see `descriptor`)."""
+    if TMA:
+        row = batch * (stride_b // stride_s) + head * (stride_h // stride_s) + first
+        return source.load([row.to(tl.int32), (head * (stride_h % stride_s)).to(tl.int32)])
+    else:
+        pointer = source + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + first.to(tl.int64) * stride_s
+        return _load(pointer, stride_s, num_tokens, D, tokens, dims, FULL, PAD)
+
+
+@triton.jit
+def _to_registers(tile, dims):
+    """The same tile as the result of a product with the identity, exact for 16-bit types.
+
+    A loaded tile is read from shared memory again by every product; a product's result enters the next one from registers, which saves
+    a quarter of the traffic and the tile's place in shared memory.
+    """
+    return tl.dot(tile, (dims[:, None] == dims[None, :]).to(tile.dtype)).to(tile.dtype)
+
+
+@triton.jit
+def _own_tile(order, own_start, own_stop, own_block, num_tiles, map_head):
+    """(first token, number of tokens, block) of the program's tile; long lists come first in `order`."""
+    tile = tl.load(order + map_head * num_tiles + tl.program_id(0))
+    first = tl.load(own_start + tile)
+    return first, tl.load(own_stop + tile) - first, tl.load(own_block + tile)
+
+
+@triton.jit
+def _list(indptr, row):
+    """(where the row's list begins, its length)."""
+    begin = tl.load(indptr + row)
+    return begin, (tl.load(indptr + row + 1) - begin).to(tl.int32)
+
+
+@triton.jit
+def _entry(start, stop, t, length, FULL: tl.constexpr):
+    """(first token, number of tokens) of the list's entry t; of no entry, zeros. The number is not read where tiles are full.
+
+    Loops read entry t + 1 while they work on t: a load whose address waits for another load would halve the pipeline's depth.
+    """
+    first = tl.load(start + t, mask=t < length, other=0)
+    num = first
+    if not FULL:
+        num = tl.load(stop + t, mask=t < length, other=0) - first
+    return first, num
+
+
+@triton.jit
+def _scores(q, k, num_tokens, tokens, FULL: tl.constexpr):
+    """q k^T, with -inf behind the tile's end."""
+    s = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
+    if not FULL:
+        s = tl.where(tokens[None, :] < num_tokens, s, -float("inf"))
+    return s
+
+
+@triton.jit
+def vsa_triton_forward(
+    q, k, v, out, lse,
+    order, own_start, own_stop, own_block, indptr, start, stop,
+    num_tiles, num_blocks, map_stride, heads_q, group, seqlen_q, scale_log2,
+    q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, out_sb, out_ss, out_sh,
+    D, DV, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FULL_OWN: tl.constexpr, FULL_OTHER: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """out and lse of BLOCK_M queries."""
+    batch = tl.program_id(1) // heads_q
+    head = tl.program_id(1) % heads_q
+    head_kv = head // group
+    map_head = head * map_stride
+    first, num, block = _own_tile(order, own_start, own_stop, own_block, num_tiles, map_head)
+    begin, length = _list(indptr, map_head.to(tl.int64) * num_blocks + block)
+    own = tl.arange(0, BLOCK_M)
+    other = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, HEAD_DIM)
+    dims_v = tl.arange(0, HEAD_DIM_V)
+    q_tile = _read(q, batch, head, first, q_sb, q_ss, q_sh, num, D, own, dims, FULL_OWN, PAD_D, False)
+
+    if IN_REGISTERS:
+        q_tile = _to_registers(q_tile, dims)
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM_V], tl.float32)
+    start += begin
+    if not FULL_OTHER:
+        stop += begin
+    j, n = _entry(start, stop, 0, length, FULL_OTHER)
+    for t in range(length):
+        next_j, next_n = _entry(start, stop, t + 1, length, FULL_OTHER)
+        k_tile = _read(k, batch, head_kv, j, k_sb, k_ss, k_sh, n, D, other, dims, FULL_OTHER, PAD_D, TMA)
+        s = _scores(q_tile, k_tile, n, other, FULL_OTHER)
+        new_top = tl.maximum(top, tl.max(s, 1) * scale_log2)
+        shrink = tl.exp2(top - new_top)
+        p = tl.exp2(s * scale_log2 - new_top[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        v_tile = _read(v, batch, head_kv, j, v_sb, v_ss, v_sh, n, DV, other, dims_v, FULL_OTHER, PAD_V, TMA)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc)
+        top = new_top
+        j, n = next_j, next_n
+
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    pointer = out + batch.to(tl.int64) * out_sb + head.to(tl.int64) * out_sh + first.to(tl.int64) * out_ss
+    _store(pointer, out_ss, num, DV, own, dims_v, acc, FULL_OWN, PAD_V)
+    # An empty row has total 0, whose logarithm is the -inf that it should report.
+    tl.store(lse + tl.program_id(1).to(tl.int64) * seqlen_q + first + own, (top + tl.log2(total)) * LN2, mask=own < num)
+
+
+@triton.jit
+def vsa_triton_dq(
+    q, k, v, out, lse, do, delta, dq,
+    order, own_start, own_stop, own_block, indptr, start, stop,
+    num_tiles, num_blocks, map_stride, heads_q, group, seqlen_q, scale_log2, scale,
+    q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, out_sb, out_ss, out_sh, do_sb, do_ss, do_sh, dq_sb, dq_ss, dq_sh,
+    D, DV, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FULL_OWN: tl.constexpr, FULL_OTHER: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """dq of BLOCK_M queries, and their delta = rowsum(out * do) for the kernel of dk and dv, which runs after this one."""
+    batch = tl.program_id(1) // heads_q
+    head = tl.program_id(1) % heads_q
+    head_kv = head // group
+    map_head = head * map_stride
+    first, num, block = _own_tile(order, own_start, own_stop, own_block, num_tiles, map_head)
+    begin, length = _list(indptr, map_head.to(tl.int64) * num_blocks + block)
+    own = tl.arange(0, BLOCK_M)
+    other = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, HEAD_DIM)
+    dims_v = tl.arange(0, HEAD_DIM_V)
+    out_tile = _read(out, batch, head, first, out_sb, out_ss, out_sh, num, DV, own, dims_v, FULL_OWN, PAD_V, False)
+    do_tile = _read(do, batch, head, first, do_sb, do_ss, do_sh, num, DV, own, dims_v, FULL_OWN, PAD_V, False)
+    row = tl.program_id(1).to(tl.int64) * seqlen_q + first + own
+    delta_row = tl.sum(out_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    tl.store(delta + row, delta_row, mask=own < num)
+    lse_log2 = tl.load(lse + row, mask=own < num, other=0.0) * LOG2E
+    q_tile = _read(q, batch, head, first, q_sb, q_ss, q_sh, num, D, own, dims, FULL_OWN, PAD_D, False)
+
+    if IN_REGISTERS:
+        q_tile = _to_registers(q_tile, dims)
+        do_tile = _to_registers(do_tile, dims_v)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    start += begin
+    if not FULL_OTHER:
+        stop += begin
+    j, n = _entry(start, stop, 0, length, FULL_OTHER)
+    for t in range(length):
+        next_j, next_n = _entry(start, stop, t + 1, length, FULL_OTHER)
+        k_tile = _read(k, batch, head_kv, j, k_sb, k_ss, k_sh, n, D, other, dims, FULL_OTHER, PAD_D, TMA)
+        s = _scores(q_tile, k_tile, n, other, FULL_OTHER)
+        p = tl.exp2(s * scale_log2 - lse_log2[:, None])
+        v_tile = _read(v, batch, head_kv, j, v_sb, v_ss, v_sh, n, DV, other, dims_v, FULL_OTHER, PAD_V, TMA)
+        dp = tl.dot(do_tile, tl.trans(v_tile))
+        ds = p * (dp - delta_row[:, None])
+        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc)
+        j, n = next_j, next_n
+
+    pointer = dq + batch.to(tl.int64) * dq_sb + head.to(tl.int64) * dq_sh + first.to(tl.int64) * dq_ss
+    _store(pointer, dq_ss, num, D, own, dims, acc * scale, FULL_OWN, PAD_D)
+
+
+@triton.jit
+def vsa_triton_dkdv(
+    q, k, v, lse, do, delta, dk, dv,
+    order, own_start, own_stop, own_block, indptr, start, stop, part,
+    num_tiles, num_blocks, map_stride, heads_kv, group, seqlen_q, scale_log2, scale,
+    q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, do_sb, do_ss, do_sh, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
+    D, DV, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FULL_OWN: tl.constexpr, FULL_OTHER: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of BLOCK_N keys, summed over all query heads of the group: the list holds them one after the other, `part` says which."""
+    batch = tl.program_id(1) // heads_kv
+    head_kv = tl.program_id(1) % heads_kv
+    map_head = head_kv * map_stride
+    first, num, block = _own_tile(order, own_start, own_stop, own_block, num_tiles, map_head)
+    begin, length = _list(indptr, map_head.to(tl.int64) * num_blocks + block)
+    own = tl.arange(0, BLOCK_N)
+    other = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, HEAD_DIM)
+    dims_v = tl.arange(0, HEAD_DIM_V)
+    k_tile = _read(k, batch, head_kv, first, k_sb, k_ss, k_sh, num, D, own, dims, FULL_OWN, PAD_D, False)
+    v_tile = _read(v, batch, head_kv, first, v_sb, v_ss, v_sh, num, DV, own, dims_v, FULL_OWN, PAD_V, False)
+
+    dk_acc = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, HEAD_DIM_V], tl.float32)
+    start += begin
+    if not FULL_OTHER:
+        stop += begin
+    if GROUPED:
+        part += begin
+    i, n = _entry(start, stop, 0, length, FULL_OTHER)
+    head = head_kv * group
+    for t in range(length):
+        next_i, next_n = _entry(start, stop, t + 1, length, FULL_OTHER)
+        if GROUPED:
+            head = head_kv * group + tl.load(part + t)
+        row = (batch * heads_kv * group + head).to(tl.int64) * seqlen_q + i + other
+        if FULL_OTHER:
+            lse_log2 = tl.load(lse + row) * LOG2E
+            delta_row = tl.load(delta + row)
+        else:
+            # Queries behind the tile's end get lse = +inf, hence p = 0.
+            lse_log2 = tl.load(lse + row, mask=other < n, other=float("inf")) * LOG2E
+            delta_row = tl.load(delta + row, mask=other < n, other=0.0)
+        q_tile = _read(q, batch, head, i, q_sb, q_ss, q_sh, n, D, other, dims, FULL_OTHER, PAD_D, TMA)
+        s = tl.dot(k_tile, tl.trans(q_tile))  # [BLOCK_N, BLOCK_M]
+        p = tl.exp2(s * scale_log2 - lse_log2[None, :])
+        do_tile = _read(do, batch, head, i, do_sb, do_ss, do_sh, n, DV, other, dims_v, FULL_OTHER, PAD_V, TMA)
+        dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc)
+        dp = tl.dot(v_tile, tl.trans(do_tile))
+        ds = p * (dp - delta_row[None, :])
+        dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc)
+        i, n = next_i, next_n
+
+    pointer = dk + batch.to(tl.int64) * dk_sb + head_kv.to(tl.int64) * dk_sh + first.to(tl.int64) * dk_ss
+    _store(pointer, dk_ss, num, D, own, dims, dk_acc * scale, FULL_OWN, PAD_D)
+    pointer = dv + batch.to(tl.int64) * dv_sb + head_kv.to(tl.int64) * dv_sh + first.to(tl.int64) * dv_ss
+    _store(pointer, dv_ss, num, DV, own, dims_v, dv_acc, FULL_OWN, PAD_V)

@@ -1,0 +1,130 @@
+"""Launches the Triton kernels of block-sparse attention, and makes them one differentiable function. Importing this imports triton."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from pytest_longca.kernels.vsa_triton_kernels import vsa_triton_dkdv, vsa_triton_dq, vsa_triton_forward
+
+if TYPE_CHECKING:
+    from pytest_longca.kernels.vsa_triton import Config, Plan, Side
+
+LOG2E = 1.4426950408889634
+
+
+def block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, plan: "Plan", scale: float) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of BSHD operands under a plan's block map; out is differentiable."""
+    out, lse = BlockSparseAttention.apply(q, k, v, plan, scale)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return out, lse
+
+
+class BlockSparseAttention(torch.autograd.Function):
+    """`(q, k, v, plan, scale) -> (out, lse)` in BSHD; lse is not differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: "Plan", scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = (_unit_stride(x) for x in (q, k, v))
+        out, lse = launch_forward(q, k, v, plan, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.scale = plan, scale
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return *launch_backward(q, k, v, out, lse, _unit_stride(grads[0]), ctx.plan, ctx.scale), None, None
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, plan: "Plan", scale: float) -> tuple[Tensor, Tensor]:
+    """`(out, lse)`, lse fp32 `[batch, heads_q, seqlen_q]`."""
+    batch, seqlen_q, heads_q, _ = q.shape
+    out = torch.empty(batch, seqlen_q, heads_q, v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads_q, seqlen_q, dtype=torch.float32, device=q.device)
+    side, config = plan.forward, plan.configs.forward
+    tma, (k_read, v_read) = _readers(config, side, config.block_n, k, v)
+    vsa_triton_forward[side.num_tiles, batch * heads_q](
+        q, k_read, v_read, out, lse, *_side(side), heads_q, heads_q // k.shape[2], seqlen_q, scale * LOG2E,
+        *_strides(q, k, v, out), **_shapes(q, v, side, config), TMA=tma, IN_REGISTERS=config.in_registers,
+    )  # fmt: skip
+    return out, lse
+
+
+def launch_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, plan: "Plan", scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(dq, dk, dv)` of a forward's out and lse."""
+    assert plan.dq is not None and plan.dkdv is not None, "the plan was made for a forward only"
+    batch, seqlen_q, heads_q, _ = q.shape
+    heads_kv = k.shape[2]
+    sizes = (heads_q // heads_kv, seqlen_q, scale * LOG2E, scale)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    delta = torch.empty_like(lse)
+
+    side, config = plan.dq, plan.configs.dq
+    tma, (k_read, v_read) = _readers(config, side, config.block_n, k, v)
+    vsa_triton_dq[side.num_tiles, batch * heads_q](
+        q, k_read, v_read, out, lse, do, delta, dq, *_side(side), heads_q, *sizes,
+        *_strides(q, k, v, out, do, dq), **_shapes(q, v, side, config), TMA=tma, IN_REGISTERS=config.in_registers,
+    )  # fmt: skip
+
+    side, config = plan.dkdv, plan.configs.dkdv
+    tma, (q_read, do_read) = _readers(config, side, config.block_m, q, do)
+    vsa_triton_dkdv[side.num_tiles, batch * heads_kv](
+        q_read, k, v, lse, do_read, delta, dk, dv, *_side(side, side.lists.part), heads_kv, *sizes,
+        *_strides(q, k, v, do, dk, dv), **_shapes(q, v, side, config), TMA=tma, GROUPED=side.lists.part is not None,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _side(side: "Side", *part: Tensor | None) -> tuple[Any, ...]:
+    rows, lists = side.rows, side.lists
+    pointers = (side.order, rows.start, rows.stop, rows.block, lists.indptr, lists.start, lists.stop, *part)
+    return *pointers, side.num_tiles, side.num_blocks, int(side.map_heads > 1)
+
+
+def _shapes(q: Tensor, v: Tensor, side: "Side", config: "Config") -> dict[str, Any]:
+    d, dv = q.shape[-1], v.shape[-1]
+    padded, padded_v = (max(16, triton.next_power_of_2(n)) for n in (d, dv))
+    return {
+        "D": d, "DV": dv, "HEAD_DIM": padded, "HEAD_DIM_V": padded_v, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "FULL_OWN": side.full_own, "FULL_OTHER": side.lists.stop is None, "PAD_D": padded != d, "PAD_V": padded_v != dv,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for x in tensors for stride in x.stride()[:3])
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _readers(config: "Config", side: "Side", rows: int, *tensors: Tensor) -> tuple[bool, list[Any]]:
+    """(whether by descriptors, what the kernel reads each tensor of the other side through)."""
+    if not config.tma or side.lists.stop is not None:
+        return False, list(tensors)
+    found = [descriptor(x, rows) for x in tensors]
+    return (False, list(tensors)) if None in found else (True, found)
+
+
+def descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:
+    """BSHD `x` as a matrix whose row is one token's stride, read in tiles of `rows` tokens; None where its strides do not allow that.
+
+    Token s of head h in batch b starts at row `b * (stride_b // stride_s) + h * (stride_h // stride_s) + s` and at column
+    `h * (stride_h % stride_s)`.
+    """
+    batch, seqlen, heads, dim = x.shape
+    stride_b, stride_s, stride_h, _ = x.stride()
+    if stride_s == 0 or stride_s * x.element_size() % 16 or x.data_ptr() % 16 or dim not in (64, 128):
+        return None
+    rows_b, off_b = divmod(stride_b, stride_s) if batch > 1 else (0, 0)
+    rows_h, columns_h = divmod(stride_h, stride_s) if heads > 1 else (0, 0)
+    width = columns_h * (heads - 1) + dim
+    if off_b or width > stride_s:
+        return None
+    return TensorDescriptor(x, [rows_b * (batch - 1) + rows_h * (heads - 1) + seqlen, width], [stride_s, 1], [rows, dim])
