@@ -54,6 +54,8 @@ class Channel:
     def gather(self, x: Tensor, lengths: Sequence[int]) -> Wait:
         """The rows of all ranks, in rank order. Any lengths: sent peer to peer, straight into place."""
         self._count("gather", x.nbytes * (self.size - 1), self.size - 1)
+        if self.size == 1:
+            return lambda: x
         if self.group is None:
             return lambda: self._stand_in(x, sum(lengths))
         sent, received = self._host(x), self._host(x.new_empty(sum(lengths), *x.shape[1:]))

@@ -5,8 +5,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pytest_longca.catalogue import load
+from pytest_longca.errors import unknown_name
 from pytest_longca.parallel.merge import GradSum, OutSum, accumulation_dtype
 from pytest_longca.parallel.segment import Round, Segment
+
+
+BLOCK_KERNELS: dict[str, str] = {
+    "naive": "pytest_longca.parallel.kernel:NaiveBlock",
+    "fa2": "pytest_longca.kernels.blocks_flash:fa2_block",
+    "fa2_torch": "pytest_longca.kernels.blocks_flash:TorchFa2Block",
+    "fa3": "pytest_longca.kernels.blocks_flash:Fa3Block",
+    "fa4": "pytest_longca.kernels.blocks_cute:Fa4Block",
+    "cudnn": "pytest_longca.kernels.blocks_cudnn:CudnnBlock",
+    "cudnn_flex": "pytest_longca.kernels.blocks_cudnn:CudnnFlexBlock",
+}
+"""Kernels that serve context parallelism, by name: names first, imports when used."""
 
 
 class BlockKernel(Protocol):
@@ -21,6 +35,13 @@ class BlockKernel(Protocol):
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segment: Segment, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this block, from the *merged* out and lse of all blocks."""
+
+
+def find_block_kernel(name: str) -> BlockKernel:
+    """The block kernel of that name, or of a "module:attribute" path. Raises InvalidArgument with the closest names."""
+    if ":" not in name and name not in BLOCK_KERNELS:
+        raise unknown_name("block kernel", name, BLOCK_KERNELS)
+    return load(BLOCK_KERNELS.get(name, name))()  # type: ignore[no-any-return]  # load gives whatever the name names
 
 
 class NaiveBlock:

@@ -54,17 +54,23 @@ class Plan:
 
 
 def make_step(intervals: Tensor, key_ids: Tensor, device: torch.device) -> Step | None:
-    """The mask between rows with global `intervals` int32 `[rows, 2, 2]` and ascending `key_ids`, cut to the rows and keys that take part."""
+    """The mask between rows with global `intervals` int32 `[rows, 2, 2]` and ascending `key_ids`, cut (in eighths) to the rows and keys that take part."""
     local = localise(intervals, key_ids)
     occupied = local[..., 1] > local[..., 0]
     rows = occupied.any(1).nonzero().flatten()
     if len(rows) == 0:
         return None
-    first_row, end_row = int(rows[0]), int(rows[-1]) + 1
-    first_key, end_key = int(local[..., 0][occupied].min()), int(local[..., 1].max())
+    first_row, end_row = _coarse(int(rows[0]), int(rows[-1]) + 1, len(local))
+    first_key, end_key = _coarse(int(local[..., 0][occupied].min()), int(local[..., 1].max()), len(key_ids))
     local = local[first_row:end_row] - first_key * occupied[first_row:end_row, :, None].to(torch.int32)
     segment = Segment(local.contiguous().to(device), end_key - first_key)
     return Step(slice(first_row, end_row), slice(first_key, end_key), segment)
+
+
+def _coarse(start: int, stop: int, total: int) -> tuple[int, int]:
+    """A range widened to eighths of the total, so that backends that compile for each shape meet few shapes."""
+    unit = -(-total // 8)
+    return start // unit * unit, min(total, -(-stop // unit) * unit)
 
 
 def localise(intervals: Tensor, key_ids: Tensor) -> Tensor:

@@ -1,0 +1,21 @@
+"""`run_parallel`: judge one case on a world of ranks, from the parent's side."""
+
+from typing import Any
+
+from pytest_longca.case import Case
+from pytest_longca.parallel.job import sharing_to_json
+from pytest_longca.parallel.pool import Pool
+from pytest_longca.parallel.setup import Sharing, check
+
+
+def run_parallel(
+    pool: Pool, case: Case, sharing: Sharing, kernel: str = "naive", timeout_s: float = 60.0, target: str = "pytest_longca.parallel.job:judge_case"
+) -> dict[str, Any]:
+    """Rank 0's figures of a case (`errors`, `rms`: tensor to number) and every rank's `traffic`.
+
+    Raises InvalidArgument before any process starts, DidNotRun if a rank died, raised or hung.
+    """
+    check(case, sharing)
+    request = {"case": case.id, "sharing": sharing_to_json(sharing), "kernel": kernel}
+    answers = pool.call(target, request, timeout_s)
+    return {**answers[0], "traffic": [answer["traffic"] for answer in answers]}

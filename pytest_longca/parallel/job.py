@@ -1,0 +1,100 @@
+"""What every rank runs to judge a case: its share forward and backward, the shares gathered, and the whole against the reference."""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pytest_longca.case import Case
+from pytest_longca.ids import parse_case
+from pytest_longca.inputs import Inputs, make_inputs
+from pytest_longca.parallel.attend import ContextParallel
+from pytest_longca.parallel.comm import Channel
+from pytest_longca.parallel.kernel import find_block_kernel
+from pytest_longca.parallel.mechanisms import Mesh
+from pytest_longca.parallel.setup import Shards, Sharing, bind, shards_of
+from pytest_longca.parallel.world import World
+
+TENSORS = ("out", "lse", "dq", "dk", "dv")
+
+
+def sharing_to_json(sharing: Sharing) -> dict[str, Any]:
+    """The sharing as plain values."""
+    return {**dataclasses.asdict(sharing), "mesh": str(sharing.mesh) if sharing.mesh else None}
+
+
+def sharing_from_json(data: dict[str, Any]) -> Sharing:
+    """The sharing that `sharing_to_json` wrote."""
+    return Sharing(**{**data, "mesh": Mesh.parse(data["mesh"]) if data["mesh"] else None})
+
+
+def judge_case(world: World, request: dict[str, Any]) -> dict[str, Any]:
+    """The rank's side of `run_parallel`. `request`: case (id), sharing, kernel (name of a block kernel)."""
+    case, sharing = parse_case(request["case"]), sharing_from_json(request["sharing"])
+    shards = shards_of(case, sharing)
+    return judge_bound(world, case, shards, bind(case, sharing, world, find_block_kernel(request["kernel"]), shards))
+
+
+def judge_bound(world: World, case: Case, shards: Shards, bound: ContextParallel) -> dict[str, Any]:
+    """Run one bound case on every rank; rank 0 adds `errors` of the whole against the reference."""
+    inputs = make_inputs(case, world.device)
+    before = Counter(world.traffic)
+    local = run_share(bound, inputs, shards.of_rank(world.rank))
+    answer: dict[str, Any] = {"traffic": dict(world.traffic - before)}
+    whole = assemble(world, case, shards, local)
+    if world.rank == 0:
+        answer |= compare(case, inputs, whole)
+    return answer
+
+
+def run_share(bound: ContextParallel, inputs: Inputs, ids: Tensor) -> dict[str, Tensor]:
+    """One rank's out, lse, dq, dk and dv."""
+    at = ids.to(inputs.q.device)
+    q, k, v = (x[0, at].requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    out, lse = bound(q, k, v)
+    grads = torch.autograd.grad(out, (q, k, v), inputs.do[0, at])
+    return dict(zip(TENSORS, (out.detach(), lse, *grads), strict=True))
+
+
+def assemble(world: World, case: Case, shards: Shards, local: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The whole tensors from every rank's share: `[tokens, heads, dim]`, lse `[heads_q, tokens]`."""
+    channel = _everyone(world)
+    ids = [shards.of_rank(rank) for rank in range(world.size)]
+    whole = {}
+    for name in ("out", "dq", "dk", "dv"):
+        gathered = channel.gather(local[name].contiguous(), [len(part) for part in ids])()
+        whole[name] = torch.empty_like(gathered)
+        whole[name][torch.cat(ids).to(gathered.device)] = gathered
+    # A rank's lse has its heads and the tokens of its whole ring share.
+    spans = [shards.ring[rank // shards.mesh.heads] for rank in range(world.size)]
+    parts = channel.gather(local["lse"].mT.contiguous(), [len(span) for span in spans])().split([len(span) for span in spans])
+    lse = parts[0].new_empty(case.seqlen_q, case.heads_q)
+    for rank, (span, part) in enumerate(zip(spans, parts, strict=True)):
+        first = rank % shards.mesh.heads * part.shape[1]
+        lse[span.to(lse.device), first : first + part.shape[1]] = part
+    return whole | {"lse": lse.mT}
+
+
+def compare(case: Case, inputs: Inputs, whole: dict[str, Tensor]) -> dict[str, Any]:
+    """Largest absolute and root-mean-square errors of each tensor against the single-device reference (infinite if anything is not finite)."""
+    from pytest_longca.reference import compute
+
+    reference = compute(case, inputs)
+    errors, rms = {}, {}
+    for name in TENSORS:
+        found, truth = whole[name].double(), getattr(reference, name)[0].double()
+        difference = (found - truth).masked_fill(found == truth, 0)  # -inf where both are
+        errors[name] = float(difference.abs().max()) if bool(difference.isfinite().all()) else float("inf")
+        rms[name] = float(difference.square().mean().sqrt()) if errors[name] != float("inf") else float("inf")
+    return {"errors": errors, "rms": rms}
+
+
+def _everyone(world: World) -> Channel:
+    """All ranks as one channel that counts nothing."""
+    if world.size == 1 or not world.is_connected:
+        return Channel(1, 0)
+    is_staged = world.device.type == "cuda" and dist.get_backend() == "gloo"
+    return Channel(world.size, world.rank, dist.group.WORLD, is_staged)
