@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 CHUNK_ELEMENTS = 1 << 22
 """How many cells of a dense mask are looked at at once where nothing better than its predicate is known."""
 
+CHUNK_ROWS = 1 << 15
+
 
 def canonical(start0: Tensor, end0: Tensor, start1: Tensor | None = None, end1: Tensor | None = None) -> Tensor:
     """Row intervals `[1, 1, rows, 2, 2]` of one or two runs a row, `[rows]` each.
@@ -107,64 +109,99 @@ def columns_of(rows: Tensor, seqlen_kv: int) -> Tensor | None:
     """The column form of row intervals, or None if a key has more than two masked runs.
 
     A masked run of a key starts at row i if row i - 1 sees the key and row i does not, and ends where it is seen again; the rows
-    before the first and after the last count as seeing everything. So the runs are the set differences of neighbouring rows, and
-    those have at most two keys' worth of events for each key: O(S).
+    before the first and after the last count as seeing everything. So the runs follow from the set differences of neighbouring rows,
+    and those hold at most two starts and two ends for each key: O(S).
     """
-    batch, heads, seqlen_q = rows.shape[:3]
-    everything = torch.tensor([[0, seqlen_kv], [0, 0]], dtype=torch.int32, device=rows.device).expand(batch * heads, 1, 2, 2)
-    padded = torch.cat([everything, rows.reshape(batch * heads, seqlen_q, 2, 2), everything], 1)
-    before, after = padded[:, :-1].reshape(-1, 2, 2), padded[:, 1:].reshape(-1, 2, 2)
-    num_keys = batch * heads * seqlen_kv
-    starts = _events(before, after, seqlen_q, seqlen_kv, num_keys)
-    ends = _events(after, before, seqlen_q, seqlen_kv, num_keys)
-    if starts is None or ends is None:
-        return None
-    count = torch.bincount(starts[0], minlength=num_keys)
-    if num_keys and int(count.max()) > 2:
-        return None
-    runs = torch.empty(num_keys, 2, 2, dtype=torch.int32, device=rows.device)
-    for side, (keys, at) in enumerate((starts, ends)):
-        runs[:, 0, side] = _reduced(keys, at, num_keys, "amin")
-        runs[:, 1, side] = _reduced(keys, at, num_keys, "amax")
-    runs[:, 0].masked_fill_((count < 1)[:, None], 0)
-    runs[:, 1].masked_fill_((count < 2)[:, None], 0)
-    return runs.view(batch, heads, seqlen_kv, 2, 2)
+    batch, heads = rows.shape[:2]
+    out = torch.empty(batch * heads, seqlen_kv, 2, 2, dtype=torch.int32, device=rows.device)
+    for head, own in zip(out, rows.flatten(0, 1), strict=True):
+        starts, ends = _Marks(seqlen_kv, rows.device), _Marks(seqlen_kv, rows.device)
+        for row, before, after in _changes(own, seqlen_kv):
+            starts.add(row, _difference(before, after, seqlen_kv))
+            ends.add(row, _difference(after, before, seqlen_kv))
+            if starts.full or ends.full:
+                return None
+        head[:, 0, 0], head[:, 1, 0] = starts.first_and_second()
+        head[:, 0, 1], head[:, 1, 1] = ends.first_and_second()
+        if starts.most() > 2:
+            return None
+    return out.view(batch, heads, seqlen_kv, 2, 2)
 
 
-def _reduced(keys: Tensor, at: Tensor, num_keys: int, reduce: str) -> Tensor:
-    return torch.zeros(num_keys, dtype=at.dtype, device=at.device).scatter_reduce_(0, keys, at, reduce, include_self=False)
+def _changes(rows: Tensor, seqlen_kv: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Where neighbouring rows of `[rows, 2, 2]` differ: the later row's number, and the runs of both, int32 `[2, 2, changes]`.
+
+    The rows before the first and after the last see every key. In chunks, whose temporaries stay in the cache.
+    """
+    everything = torch.tensor([[[0, seqlen_kv], [0, 0]]], dtype=torch.int32, device=rows.device)
+    seqlen_q = rows.shape[0]
+    for first in range(0, seqlen_q + 1, CHUNK_ROWS):
+        last = min(first + CHUNK_ROWS, seqlen_q + 1)  # row `last - 1` is compared to the one before it
+        parts = (everything[: first == 0], rows[max(0, first - 1) : last], everything[: last > seqlen_q])
+        chunk = torch.cat(parts).permute(1, 2, 0).contiguous()
+        changed = (chunk[..., 1:] != chunk[..., :-1]).flatten(0, 1).any(0).nonzero()[:, 0]
+        yield (changed + first).to(torch.int32), _pick(chunk[..., :-1], changed), _pick(chunk[..., 1:], changed)
 
 
-def _events(seen: Tensor, then: Tensor, seqlen_q: int, seqlen_kv: int, num_keys: int) -> tuple[Tensor, Tensor] | None:
-    """The keys in `seen` but not in `then`, `[rows, 2, 2]` each, as (flat key, query); None if a key must occur more than twice."""
-    pieces = [(row, start, length) for row, start, length in _difference(seen, then, seqlen_kv)]
-    row, start, length = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    total = int(length.sum())
-    if total > 2 * num_keys:
-        return None
-    if total == row.numel():  # all pieces are one key long, as in every causal mask
-        rank = torch.zeros((), dtype=torch.int64, device=row.device)
-    else:
-        first = length.cumsum(0) - length
-        rank = torch.arange(total, device=row.device) - first.repeat_interleave(length, output_size=total)
-        row = row.repeat_interleave(length, output_size=total)
-        start = start.repeat_interleave(length, output_size=total)
-    rows_each = seqlen_q + 1
-    return row // rows_each * seqlen_kv + start + rank, (row % rows_each).to(torch.int32)
+def _pick(values: Tensor, chosen: Tensor) -> Tensor:
+    """The chosen entries of the last axis, ascending and each at most once: no copy if they are all."""
+    return values if len(chosen) == values.shape[-1] else values.index_select(-1, chosen)
 
 
-def _difference(a: Tensor, b: Tensor, seqlen_kv: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The non-empty pieces of a \\ b for row intervals `[rows, 2, 2]`, as (row, start, length), int64."""
-    unused = b[:, :, 1] == 0
-    start, end = b[:, :, 0].masked_fill(unused, seqlen_kv), b[:, :, 1].masked_fill(unused, seqlen_kv)
-    zero, last = torch.zeros_like(start[:, 0]), torch.full_like(start[:, 0], seqlen_kv)
-    complement = ((zero, start[:, 0]), (end[:, 0], start[:, 1]), (end[:, 1], last))
-    for run in range(2):
+Piece = tuple[Tensor, Tensor, Tensor]
+"""Runs of keys: which entry they belong to, start and length, `[pieces]` each, none empty."""
+
+
+def _difference(a: Tensor, b: Tensor, seqlen_kv: int) -> Iterator[Piece]:
+    """The pieces of a \\ b for runs `[2, 2, entries]`."""
+    unused = b[:, 1] == 0
+    start, end = b[:, 0].masked_fill(unused, seqlen_kv), b[:, 1].masked_fill(unused, seqlen_kv)
+    complement = ((torch.zeros_like(start[0]), start[0]), (end[0], start[1]), (end[1], torch.full_like(start[0], seqlen_kv)))
+    for run_start, run_end in a:
         for low, high in complement:
-            piece_start, piece_end = torch.maximum(a[:, run, 0], low), torch.minimum(a[:, run, 1], high)
-            row = (piece_end > piece_start).nonzero()[:, 0]
-            piece_start, piece_end = piece_start[row], piece_end[row]
-            yield row, piece_start.long(), (piece_end - piece_start).long()
+            first = torch.maximum(run_start, low)
+            length = torch.minimum(run_end, high).sub_(first)
+            entry = (length > 0).nonzero()[:, 0]
+            if len(entry):
+                yield entry, _pick(first, entry), _pick(length, entry)
+
+
+class _Marks:
+    """For each key the lowest and the highest row that marks it, and how many do."""
+
+    def __init__(self, seqlen_kv: int, device: Device) -> None:
+        self.count, self.last = torch.zeros(2, seqlen_kv, dtype=torch.int32, device=device)
+        self.first = torch.full_like(self.last, torch.iinfo(torch.int32).max)
+        self.left = 2 * seqlen_kv
+
+    @property
+    def full(self) -> bool:
+        """Whether there are more marks than two for each key."""
+        return self.left < 0
+
+    def add(self, rows: Tensor, pieces: Iterator[Piece]) -> None:
+        """Mark the keys of pieces, whose entries are `rows`."""
+        for entry, start, length in pieces:
+            total = int(length.sum())
+            self.left -= total
+            if self.full:
+                return
+            key, row = start.long(), _pick(rows, entry)
+            if total > len(key):  # else every piece is one key long
+                key -= length.cumsum(0) - length
+                key = key.repeat_interleave(length, output_size=total).add_(torch.arange(total, device=key.device))
+                row = row.repeat_interleave(length, output_size=total)
+            self.count.scatter_add_(0, key, row.new_ones(1).expand_as(row))
+            self.first.scatter_reduce_(0, key, row, "amin")
+            self.last.scatter_reduce_(0, key, row, "amax")
+
+    def most(self) -> int:
+        """The most marks that a key has."""
+        return int(self.count.max()) if len(self.count) else 0
+
+    def first_and_second(self) -> tuple[Tensor, Tensor]:
+        """The row of the first mark of each key and that of the second, 0 where there is none."""
+        return self.first.masked_fill(self.count < 1, 0), self.last.masked_fill(self.count < 2, 0)
 
 
 def endpoint_rows(rows: Tensor, batch: int = 1) -> Tensor:
