@@ -2,7 +2,8 @@
 
 Algorithm: warp-specialised online softmax, compiled just in time. Masks: regular ones natively, by band and cu_seqlens; every other mask
 with row intervals by a mask_mod that reads their endpoints, and exact lists of partial and full 128 x 128 tiles for both directions
-(without the lists for the backward, FA4's gradients would ignore or dearly pay for the mask).
+(without the lists for the backward, FA4's gradients would ignore or dearly pay for the mask). Uniform blocks of a multiple of 128 are
+lists of full tiles, one for each head.
 Layout: BSHD, THD for several documents; other strides than multiples of 16 bytes, and stride 0, are copied. Dtypes: bf16, fp16.
 Head dims: multiples of 8 up to 256 (backward up to 192), up to 128 where tile lists are needed; GQA's backward needs head_dim_v = head_dim.
 GQA: yes. Directions: forward and backward. lse: yes, differentiable. Architectures: sm90 and later. Determinism: forward; not dq.
@@ -22,7 +23,8 @@ from pytest_longca.intervals import endpoint_rows
 from pytest_longca.kernel import Capabilities, Kernel, Requirement
 from pytest_longca.kernels.cudnn_flex import DSL, row_intervals_of
 from pytest_longca.machine import Machine
-from pytest_longca.mask import Form
+from pytest_longca.mask import Form, Mask
+from pytest_longca.masks.block import UniformBlock
 from pytest_longca.packing import Packing, aligned, copied, packing_of
 
 if TYPE_CHECKING:
@@ -35,13 +37,13 @@ ROW_PADDING = 256
 
 
 class Fa4(Kernel):
-    """FlashAttention-4 on every mask that is regular or has row intervals."""
+    """FlashAttention-4 on every mask that is regular, has row intervals, or is made of uniform blocks of a multiple of 128."""
 
     name = "fa4"
     source = "flash-attn-4"
     requires = (Requirement(distribution="flash-attn-4", how="pip install 'pytest-longca[fa4]'"), DSL)
     capabilities = Capabilities(
-        masks=frozenset({Form.VARLEN, Form.ROW_INTERVALS}),
+        masks=frozenset({Form.VARLEN, Form.ROW_INTERVALS, Form.BLOCK_MAP}),
         dtypes=frozenset({"bf16", "fp16"}),
         head_dims=range(8, 257, 8),
         devices=frozenset({"cuda"}),
@@ -51,19 +53,24 @@ class Fa4(Kernel):
 
     def also_refuses(self, case: Case, machine: Machine) -> str | None:
         needs_lists = Form.VARLEN not in case.mask.forms
+        is_blocks = Form.BLOCK_MAP in case.mask.forms
         backward, sizes = case.direction.needs_backward, (case.head_dim, case.head_dim_v)
         rules = (
             (backward and max(sizes) > 192, "has a backward for head dims up to 192 only"),
             (backward and case.group > 1 and sizes[0] != sizes[1], "needs head_dim_v = head_dim in the backward of grouped heads"),
             (needs_lists and max(sizes) > 128, f"takes tile lists for head dims up to 128, and {case.mask.name} needs them"),
-            (needs_lists and max(case.mask.batch, case.mask.heads) > 1, "takes one mask for all heads and batch elements"),
+            (is_blocks and not _is_tiled(case.mask), f"takes uniform blocks of a multiple of {TILE} tokens only"),
+            (
+                needs_lists and not is_blocks and max(case.mask.batch, case.mask.heads) > 1,
+                "takes row intervals for all heads and batch elements at once",
+            ),
         )
         return next((reason for broken, reason in rules if broken), None)
 
     def bind(self, case: Case, inputs: Inputs) -> BackendCall:
         device = inputs.q.device
         packing = packing_of(case, device) if Form.VARLEN in case.mask.forms else None
-        kernel = regular_attention(packing, case.scale) if packing else interval_attention(case, device)
+        kernel = regular_attention(packing, case.scale) if packing else listed_attention(case, device)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             q, k, v = (aligned(x) for x in (q, k, v))
@@ -73,7 +80,7 @@ class Fa4(Kernel):
             out, lse = kernel(packing.pack(q), packing.pack(k), packing.pack(v))
             return packing.unpack(out), packing.unpack_lse(lse)
 
-        facts = {"source": "flash_attn.cute", "mask_form": packing.form if packing else f"row intervals, lists of {TILE} x {TILE} tiles"}
+        facts = {"source": "flash_attn.cute", "mask_form": packing.form if packing else f"lists of {TILE} x {TILE} tiles"}
         facts |= {"copies": copied({"q": inputs.q, "k": inputs.k, "v": inputs.v}, packing)}
         # FA4 checks its arguments with assert.
         types = (*REFUSALS, "builtins:AssertionError")
@@ -99,28 +106,37 @@ def regular_attention(packing: Packing, scale: float) -> Callable[..., Any]:
     )
 
 
-def interval_attention(case: Case, device: torch.device) -> Callable[..., Any]:
-    """FA4's function of `(q, k, v)` on a mask with row intervals, giving `(out, lse)`. No causal flag: its backward would heed it."""
+def listed_attention(case: Case, device: torch.device) -> Callable[..., Any]:
+    """FA4's function of `(q, k, v)` on a mask given by lists of tiles, giving `(out, lse)`. No causal flag: its backward would heed it."""
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-    from pytest_longca.kernels.fa4_mask import MASK_MODS
 
     def listed(lists: "TileLists") -> Any:
         tensors = (lists.partial_counts, lists.partial_indices, lists.full_counts, lists.full_indices)
         return BlockSparseTensorsTorch(*tensors, block_size=(TILE, TILE))
 
-    endpoints = mask_mod_endpoints(row_intervals_of(case, device))
     tiles = case.mask.tiles(device, TILE, TILE)
     return functools.partial(
         flash_attn_func,
         softmax_scale=case.scale,
-        mask_mod=MASK_MODS[endpoints.shape[0]],
-        aux_tensors=[endpoints],
         block_sparse_tensors=listed(tiles.by_query()),
         block_sparse_tensors_bwd=listed(tiles.by_key()),
         return_lse=True,
+        **({} if Form.BLOCK_MAP in case.mask.forms else _partial_tiles(case, device)),
     )
+
+
+def _partial_tiles(case: Case, device: torch.device) -> dict[str, Any]:
+    """What FA4 does inside partial tiles: a mask_mod and the endpoints that it reads."""
+    from pytest_longca.kernels.fa4_mask import MASK_MODS
+
+    endpoints = mask_mod_endpoints(row_intervals_of(case, device))
+    return {"mask_mod": MASK_MODS[endpoints.shape[0]], "aux_tensors": [endpoints]}
+
+
+def _is_tiled(mask: Mask) -> bool:
+    """Whether a block mask has no partial 128 x 128 tiles."""
+    return isinstance(mask, UniformBlock) and mask.block_size % TILE == 0
 
 
 def mask_mod_endpoints(rows: Tensor) -> Tensor:
@@ -128,7 +144,10 @@ def mask_mod_endpoints(rows: Tensor) -> Tensor:
 
     One endpoint: below it. Two: between them. Three: below the first or between the others. Four: between two pairs.
     """
-    endpoints = endpoint_rows(rows)[0]
-    if endpoints.shape[0] > 1 and not bool(endpoints[0].any()):
-        endpoints = endpoints[1:]
+    first, second = rows[0, 0].unbind(1)  # [seqlen_q, 2]
+    if bool(second.any()):
+        endpoints = endpoint_rows(rows)[0]
+        endpoints = endpoints[1:] if endpoints.shape[0] == 5 else endpoints  # of five, the first is 0
+    else:
+        endpoints = first.T if bool(first[:, 0].any()) else first[None, :, 1]
     return torch.nn.functional.pad(endpoints, (0, ROW_PADDING)).contiguous()

@@ -1,0 +1,191 @@
+"""naive, sdpa and flex on the CPU against the reference, row by row within what rounding may cost."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_longca.case import Case, Direction, Layout
+from pytest_longca.catalogue import KERNELS, MASKS, load
+from pytest_longca.inputs import make_inputs
+from pytest_longca.kernel import Kernel
+from pytest_longca.limits import ROW, SCORE_UNIT, rounding_of, row_limit
+from pytest_longca.machine import CPU
+from pytest_longca.mask import PredicateMask
+from pytest_longca.masks.regular import Causal, CausalSlidingWindow, Full
+from pytest_longca.reference import compute
+
+GRADIENTS = ("dq", "dk", "dv")
+
+
+def kernel_named(name: str) -> Kernel:
+    kernel: Kernel = load(KERNELS[name])()
+    return kernel
+
+
+def error_over_limit(kernel: Kernel, case: Case) -> dict[str, float]:
+    """The worst row of each tensor, in units of what its rounding may cost; NaN counts as infinite."""
+    inputs = make_inputs(case)
+    call = kernel.bind(case, inputs)
+    out, lse = call.forward()
+    results = {"out": out}
+    if case.direction.needs_backward:
+        results |= dict(zip(GRADIENTS, call.backward(inputs.do), strict=True))
+    reference = compute(case, inputs)
+    worst = {
+        name: _worst(x, getattr(reference, name), row_limit(reference.bounds[name], rounding_of(case).unit)) for name, x in results.items()
+    }
+    if lse is not None:
+        truth = reference.lse.double()
+        assert torch.equal(lse == float("-inf"), truth == float("-inf"))
+        error = (lse.detach().double() - truth).nan_to_num(nan=0.0).abs()
+        limit = ROW * SCORE_UNIT[case.dtype] * reference.bounds["lse"].scale.double().clamp(min=1.0)
+        worst["lse"] = float((error / limit).amax())
+    return worst
+
+
+def _worst(x: torch.Tensor, truth: torch.Tensor, limit: torch.Tensor) -> float:
+    assert x.shape == truth.shape
+    error = torch.linalg.vector_norm(x.detach().double() - truth.double(), dim=-1)
+    return float((error / limit.double().clamp(min=1e-300)).nan_to_num(nan=float("inf")).amax()) if error.numel() else 0.0
+
+
+@st.composite
+def cpu_cases(draw: st.DrawFn, direction: Direction) -> Case:
+    name = draw(st.sampled_from(sorted(MASKS)))
+    cls = load(MASKS[name])
+    seqlen = draw(st.integers(1, 70))
+    mask = cls.sample(random.Random(draw(st.integers(0, 999))), seqlen)
+    heads_kv, group = draw(st.sampled_from([(1, 1), (2, 3), (3, 1), (1, 4)]))
+    heads_q = mask.heads if mask.heads > 1 else heads_kv * group
+    return Case(
+        mask=mask,
+        batch=draw(st.integers(1, 2)),
+        heads_q=heads_q,
+        heads_kv=heads_kv if heads_q % heads_kv == 0 else 1,
+        head_dim=draw(st.sampled_from([16, 24, 72])),
+        dtype=draw(st.sampled_from(["fp32", "bf16", "fp16"])),
+        direction=direction,
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@pytest.mark.parametrize("name", ["naive", "sdpa"])
+@given(case=cpu_cases(Direction.FWD_BWD))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_output_and_gradients_are_within_rounding_of_the_reference(name: str, case: Case) -> None:
+    kernel = kernel_named(name)
+    assert kernel.supports(case, CPU) is None
+    worst = error_over_limit(kernel, case)
+    assert max(worst.values()) <= 1, worst
+
+
+@given(case=cpu_cases(Direction.FWD))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_eager_flex_is_within_rounding_of_the_reference_on_every_mask(case: Case) -> None:
+    kernel = kernel_named("flex")
+    assert kernel.supports(case, CPU) is None
+    worst = error_over_limit(kernel, case)
+    assert max(worst.values()) <= 1, worst
+    assert "lse" in worst
+
+
+@pytest.mark.parametrize("name", ["naive", "sdpa", "flex"])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(9, 5), (5, 9), (1, 7), (7, 1)])
+@pytest.mark.parametrize("mask", ["causal", "causal_sliding_window", "full_sliding_window", "full"])
+def test_unequal_lengths_are_aligned_bottom_right_and_empty_rows_are_zero(name: str, mask: str, seqlen_q: int, seqlen_kv: int) -> None:
+    cls = load(MASKS[mask])
+    sizes = (seqlen_q, seqlen_kv, 2) if "window" in mask else (seqlen_q, seqlen_kv)
+    direction = Direction.FWD if name == "flex" else Direction.FWD_BWD
+    case = Case(mask=cls(*sizes), batch=2, heads_q=6, heads_kv=2, head_dim=16, direction=direction)
+    worst = error_over_limit(kernel_named(name), case)
+    assert max(worst.values()) <= 1, worst
+
+
+@pytest.mark.parametrize("name", ["naive", "sdpa"])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_every_layout_gives_the_same_answer(name: str, layout: Layout) -> None:
+    case = Case(mask=Causal(20, 20), batch=2, heads_q=4, heads_kv=2, head_dim=24, layouts=(layout,) * 4)
+    worst = error_over_limit(kernel_named(name), case)
+    assert max(worst.values()) <= 1, worst
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(0, 5), (5, 0)])
+def test_naive_takes_sequences_without_queries_or_keys(seqlen_q: int, seqlen_kv: int) -> None:
+    case = Case(mask=Full(seqlen_q, seqlen_kv), heads_q=2, heads_kv=1, head_dim=16)
+    inputs = make_inputs(case)
+    call = kernel_named("naive").bind(case, inputs)
+    out, lse = call.forward()
+    dq, dk, dv = call.backward(inputs.do)
+    assert out.shape == inputs.do.shape and not out.any()
+    assert lse is not None and (lse == float("-inf")).all()
+    assert not any(grad.any() for grad in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("name", ["naive", "sdpa"])
+def test_value_heads_may_have_their_own_width(name: str) -> None:
+    case = Case(mask=Causal(20, 20), heads_q=2, heads_kv=1, head_dim=24, head_dim_v=40)
+    assert max(error_over_limit(kernel_named(name), case).values()) <= 1
+
+
+def test_naive_keeps_the_gradient_of_p_exact_where_a_cast_would_round_it() -> None:
+    """One row of two equal scores: dS = P (dP - <P, dP>) cancels, so a rounded dP would show."""
+    case = Case(mask=Full(1, 2), head_dim=16, dtype="bf16", seed=5)
+    inputs = make_inputs(case)
+    call = kernel_named("naive").bind(case, inputs)
+    call.forward()
+    dq, _, _ = call.backward(inputs.do)
+    reference = compute(case, inputs)
+    assert reference.dq is not None
+    torch.testing.assert_close(dq.double(), reference.dq.double(), rtol=2**-8, atol=1e-6)
+
+
+def test_gradients_can_be_taken_twice_from_one_forward() -> None:
+    case = Case(mask=Causal(9, 9), heads_q=2, heads_kv=1, head_dim=16)
+    for name in ("naive", "sdpa"):
+        inputs = make_inputs(case)
+        call = kernel_named(name).bind(case, inputs)
+        call.forward()
+        first, second = call.backward(inputs.do), call.backward(inputs.do)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert inputs.q.grad is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "form"),
+    [
+        (Full(8, 8), "no mask"),
+        (Full(8, 5), "no mask"),
+        (Causal(8, 8), "causal flag"),
+        (Causal(8, 5), "dense bool mask"),
+        (Causal(5, 8), "dense bool mask"),
+        (CausalSlidingWindow(8, 8, 2), "dense bool mask"),
+        (CausalSlidingWindow(8, 8, 7), "causal flag"),
+    ],
+    ids=str,
+)
+def test_sdpa_uses_its_causal_flag_on_squares_only_and_records_how_it_ran(mask: object, form: str) -> None:
+    case = Case(mask=mask, head_dim=16)  # type: ignore[arg-type]  # masks of several kinds
+    call = kernel_named("sdpa").bind(case, make_inputs(case))
+    assert call.facts == {"backend": "FLASH_ATTENTION", "mask_form": form}
+
+
+def test_sdpa_pins_math_where_the_cpu_flash_does_not_go() -> None:
+    case = Case(mask=Full(8, 8), head_dim=16, head_dim_v=24)
+    assert kernel_named("sdpa").bind(case, make_inputs(case)).facts["backend"] == "MATH"
+
+
+def test_flex_leaves_torch_as_it_found_it() -> None:
+    import torch.nn.attention.flex_attention as flex
+
+    def broken(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        return kv_idx <= q_idx
+
+    before = flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    case = Case(mask=PredicateMask(broken, 8, 8), head_dim=16, direction=Direction.FWD)
+    call = kernel_named("flex").bind(case, make_inputs(case))
+    call.forward()
+    assert flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG is before
+    assert call.facts["compiled_form"] == "eager"

@@ -1,0 +1,167 @@
+"""The file of known failures: what an entry excuses, what it does not, and when it is stale."""
+
+from pathlib import Path
+
+import pytest
+
+from pytest_longca.case import Case
+from pytest_longca.catalogue import KERNELS, MASKS
+from pytest_longca.errors import InvalidArgument
+from pytest_longca.ids import parse_case
+from pytest_longca.inputs import Inputs
+from pytest_longca.kernel import Call, Kernel, Requirement
+from pytest_longca.known_failures import ANY, Entry, due, find, load, stale, version_of
+from pytest_longca.machine import CPU, H200, Machine
+from pytest_longca.masks.regular import Causal, Full
+from pytest_longca.outcome import Crashed, NotInstalled, NotVerified, Outcome, OutOfMemory, Passed, TimedOut, Unsupported, Wrong
+
+
+class Fake(Kernel):
+    """A kernel whose package is always here: pytest."""
+
+    name = "fake"
+    requires = (Requirement(distribution="pytest", how="pip install pytest"),)
+
+    def bind(self, case: Case, inputs: Inputs) -> Call:
+        raise AssertionError("not asked")
+
+
+CASE = Case(mask=Causal(9, 5), dtype="bf16")
+WRONG = Wrong("truth: dk: 3.1 times its limit in rows 4 to 8")
+
+
+def entry(**fields: object) -> Entry:
+    return Entry(
+        **({"name": "fake-dk", "kernel": "fake", "case": CASE.id, "message": "dk: .* times its limit", "why": "upstream"} | fields)
+    )  # type: ignore[arg-type]  # a table's values
+
+
+def test_entry_describes_its_failure() -> None:
+    known = entry(versions=">=7", device="sm90", mask="causal")
+    assert find(Fake(), CASE, H200, WRONG, [known]) is known
+    assert find(Fake(), CASE, H200, Crashed("fake raised RuntimeError: dk: 9 times its limit"), [known]) is known
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kernel": "other"},
+        {"versions": "<7"},
+        {"device": "cpu"},
+        {"device": "sm100"},
+        {"mask": "full"},
+        {"message": "dq: .* times its limit"},
+    ],
+    ids=str,
+)
+def test_entry_of_another_scope_excuses_nothing(fields: dict[str, str]) -> None:
+    assert find(Fake(), CASE, H200, WRONG, [entry(**fields)]) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "machine", "fits"), [("cuda", H200, True), ("cpu", CPU, True), ("sm80", Machine("cuda", (8, 0)), True), ("sm80", CPU, False)]
+)
+def test_device_is_a_kind_or_an_architecture(device: str, machine: Machine, fits: bool) -> None:
+    assert entry(device=device).covers("fake", "1", machine, "causal") is fits
+
+
+def test_prerelease_is_in_the_range_of_its_release() -> None:
+    assert entry(versions=">=4.0.0b36,<5").covers("fake", "4.0.0b40", H200, "causal")
+
+
+def test_kernel_that_is_not_installed_is_only_in_any_version() -> None:
+    assert not entry(versions=">=1").covers("fake", None, H200, "causal")
+    assert entry().covers("fake", None, H200, "causal")
+
+
+@pytest.mark.parametrize(
+    "outcome", [Passed(), TimedOut("slow"), OutOfMemory("dk: 1 times its limit"), Unsupported("dk: 1 times its limit")], ids=str
+)
+def test_only_wrong_results_and_crashes_are_known_failures(outcome: Outcome) -> None:
+    assert find(Fake(), CASE, H200, outcome, [entry()]) is None
+
+
+def test_entry_whose_case_passes_is_stale() -> None:
+    reason = stale(entry(), Passed())
+    assert reason is not None and "fake passes its smallest case" in reason and CASE.id in reason
+
+
+def test_entry_that_fails_otherwise_is_stale() -> None:
+    reason = stale(entry(), Wrong("truth: dv: 5 times its limit"))
+    assert reason is not None and "dv: 5 times its limit" in reason
+
+
+def test_intermittent_entry_may_pass() -> None:
+    assert stale(entry(intermittent=True), Passed()) is None
+    assert stale(entry(intermittent=True), Wrong("other")) is not None
+
+
+@pytest.mark.parametrize("outcome", [WRONG, NotVerified("no time"), Unsupported("no"), NotInstalled("no", "pip")], ids=str)
+def test_nothing_is_said_where_the_failure_is_still_there_or_nothing_ran(outcome: Outcome) -> None:
+    assert stale(entry(), outcome) is None
+
+
+def test_due_entries_are_those_of_the_installed_version() -> None:
+    mine, old, other = entry(name="a", mask="causal"), entry(name="b", versions="<7"), entry(name="c", kernel="other")
+    assert due(Fake(), H200, [mine, old, other]) == [mine]
+
+
+def test_version_is_that_of_the_package_or_of_torch() -> None:
+    import pytest as package
+    import torch
+
+    class Plain(Fake):
+        requires = ()
+
+    class Missing(Fake):
+        requires = (Requirement(distribution="no-such-package", how=""),)
+
+    assert version_of(Fake()) == package.__version__
+    assert str(torch.__version__).startswith(version_of(Plain()) or "?")
+    assert version_of(Missing()) is None
+
+
+ENTRY = """
+[[failure]]
+name = "{name}"
+kernel = "fake"
+case = "full(seqlen_q=1,seqlen_kv=1)"
+message = "dk"
+why = "because"
+{more}
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "known_failures.toml"
+    path.write_text(text)
+    return path
+
+
+def test_file_is_read(tmp_path: Path) -> None:
+    (found,) = load(written(tmp_path, ENTRY.format(name="a", more='link = "https://example.org/1"\nintermittent = true')))
+    assert found.link == "https://example.org/1" and found.intermittent and found.versions == ANY
+    assert parse_case(found.case).mask == Full(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (ENTRY.format(name="a", more='maks = "full"'), "unknown field of known failure 'a', 'maks': did you mean 'mask'"),
+        ('[[failure]]\nname = "a"\nkernel = "fake"', "known failure 'a' lacks case, message, why"),
+        (ENTRY.format(name="a", more='versions = "2.8"'), "known failure 'a': versions '2.8': write a specifier"),
+        (ENTRY.format(name="a", more="").replace('"dk"', '"dk("'), "message 'dk\\(' is no regular expression"),
+        (ENTRY.format(name="a", more="") * 2, "several known failures named a"),
+        ("[[failure", "known_failures.toml is no TOML"),
+    ],
+)
+def test_file_that_cannot_be_right_says_where(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        load(written(tmp_path, text))
+
+
+def test_shipped_entries_are_about_kernels_and_cases_that_exist() -> None:
+    for known in load():
+        assert known.kernel in KERNELS, known.name
+        assert known.mask in (ANY, *MASKS), known.name
+        parse_case(known.case)
