@@ -19,6 +19,7 @@ KERNELS: dict[str, str] = {
     "sdpa_efficient": "pytest_longca.kernels.sdpa:SdpaEfficient",
     "sdpa_cudnn": "pytest_longca.kernels.sdpa:SdpaCudnn",
     "flex": "pytest_longca.kernels.flex:Flex",
+    "flashmask": "pytest_longca.kernels.flashmask:FlashMask",
     "fa2": "pytest_longca.kernels.fa2:Fa2",
     "fa3": "pytest_longca.kernels.fa3:Fa3",
     "fa4": "pytest_longca.kernels.fa4:Fa4",

@@ -1,0 +1,108 @@
+"""FlashMask: exact attention on FlashMask's column form, for all static masks; our own Triton kernel.
+
+Algorithm: flash attention over tiles. A mask is two O(S) tables: the column form (the masked queries of each key, up to two intervals) and
+its transpose (the visible keys of each query). Tiles are classified once from them: absent tiles are never visited, full tiles never
+masked, partial tiles compared with the table of whichever side the program holds (dk and dv: columns; out and dq: rows).
+Backward: dq by query blocks, then dk and dv by key blocks with the query heads of a group summed in registers; P is recomputed from lse.
+The heaviest programs start first, and key blocks that would keep one SM busy for too long are split over their query heads.
+Layout: BSHD with any strides whose last axis is contiguous. Dtypes: bf16, fp16; fp32 with IEEE products; no bf16 in Triton's interpreter.
+Head dims: multiples of 8 from 16 to 256, head_dim_v may differ. GQA: yes. Directions: forward and backward, also from a merged
+out and lse. lse: natural logarithm; a row that sees nothing gives out 0, lse -inf, gradients 0.
+Architectures: sm90 with TMA; from sm80 with pointers and small tiles. Determinism: yes, no atomics, sums in a fixed order.
+Masks have one head axis for all heads; a batch axis is taken.
+Source: FlashMask, arXiv:2410.01359.
+"""
+
+import torch
+from torch import Tensor
+
+from pytest_longca.case import Case
+from pytest_longca.errors import DidNotRun
+from pytest_longca.inputs import Inputs
+from pytest_longca.kernel import AutogradCall, Capabilities, Kernel, Requirement
+from pytest_longca.kernels.flashmask_plan import Launch, Plan, Tile, make_plan
+from pytest_longca.machine import Machine
+from pytest_longca.mask import Form
+from pytest_longca.outcome import Unsupported
+
+Tiles = tuple[Tile, Tile, Tile]
+
+HOPPER: dict[int, Tiles] = {
+    64: (Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+    128: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
+    256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+}
+"""(forward, dq, dk and dv) for 2-byte dtypes on Hopper, by the largest padded head dim."""
+
+PORTABLE: dict[int, Tiles] = {
+    64: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    128: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+    256: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+}
+"""The same for fp32 and for older architectures, which have less shared memory."""
+
+INTERPRETED: Tiles = (Tile(32, 32), Tile(32, 32), Tile(32, 32))
+"""Triton's interpreter pays for each tile, not for its size."""
+
+
+def choose_launch(head_dim: int, dtype: torch.dtype, device: torch.device) -> Launch:
+    """How the kernels are launched for the larger of the two head dims on a device."""
+    if device.type == "cpu":
+        return Launch(*INTERPRETED)
+    properties = torch.cuda.get_device_properties(device)
+    is_hopper = properties.major >= 9 and dtype.itemsize == 2
+    tiles = (HOPPER if is_hopper else PORTABLE)[max(64, 1 << (head_dim - 1).bit_length())]
+    return Launch(*tiles, tma=is_hopper, processors=properties.multi_processor_count)
+
+
+def plan_case(case: Case, launch: Launch, device: torch.device) -> Plan:
+    """The plan of a case's mask; DidNotRun if it has no column form."""
+    rows, columns = case.mask.row_intervals(device), case.mask.columns(device)
+    if rows is None or columns is None:
+        where = "row of visible keys" if rows is None else "column of masked queries"
+        raise DidNotRun(Unsupported(f"takes two intervals in a row or column at most, and a {where} of {case.mask!r} has more: use flex"))
+    backward = {"dq": launch.dq, "dkdv": launch.dkdv} if case.direction.needs_backward else {}
+    return make_plan(
+        rows, columns, fwd=launch.fwd, **backward, group=case.group, processors=launch.processors,
+        heads=case.heads_kv * (case.batch if case.mask.batch == 1 else 1),
+    )  # fmt: skip
+
+
+class FlashMask(Kernel):
+    """FlashMask's column form in Triton."""
+
+    name = "flashmask"
+    source = "pytest-longca"
+    requires = (Requirement(distribution="triton", how="pip install triton", at_least="3.6"),)
+    capabilities = Capabilities(
+        masks=frozenset({Form.ROW_INTERVALS}), dtypes=frozenset({"bf16", "fp16", "fp32"}), head_dims=range(16, 257, 8)
+    )
+    deterministic = True
+    is_triton = True
+    linear_memory = True
+    device_kernel_pattern = r"^forward_kernel|^dq_kernel|^dkdv_kernel"
+
+    def also_refuses(self, case: Case, machine: Machine) -> str | None:
+        interpreted = machine.device == "cpu"
+        rules = (
+            (interpreted and not machine.interpret, "runs on the CPU in Triton's interpreter only: set TRITON_INTERPRET=1 at the start"),
+            (interpreted and case.dtype == "bf16", "takes no bf16 on the CPU: Triton's interpreter computes it wrongly; use fp32 or fp16"),
+            (not interpreted and (machine.capability or (0, 0)) < (8, 0), "needs compute capability 8.0 or later"),
+            (case.mask.heads > 1, "takes one mask for all heads"),
+            (case.scale < 0, f"takes a positive scale, not {case.scale}: negate q instead"),
+        )
+        return next((reason for broken, reason in rules if broken), None)
+
+    def bind(self, case: Case, inputs: Inputs) -> AutogradCall:
+        from pytest_longca.kernels.flashmask_attention import FlashMaskFunction
+
+        device = inputs.q.device
+        launch = choose_launch(max(case.head_dim, case.head_dim_v), inputs.q.dtype, device)
+        plan = plan_case(case, launch, device)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            out, lse = FlashMaskFunction.apply(q, k, v, plan, case.scale, launch)  # type: ignore[no-untyped-call]  # torch
+            return out, lse
+
+        facts = {"mask_form": "column form", "tma": str(launch.tma), "plan_bytes": str(plan.nbytes)}
+        return AutogradCall(attend, inputs, case.direction.needs_backward, **facts)

@@ -1,0 +1,157 @@
+"""FlashMask as a function: launches the Triton kernels under a plan, forward and backward, and ties them to autograd.
+
+Importing this module imports triton.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from pytest_longca.kernels import flashmask_backward as backward
+from pytest_longca.kernels import flashmask_forward as forward
+from pytest_longca.kernels.flashmask_plan import Launch, Plan, Schedule, Tile
+
+LOG2_E = 1.4426950408889634
+TAIL = 0.05
+"""Heads take turns block by block once the heaviest program takes this share of the run; below, a head's keys stay in the L2 cache."""
+
+
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, launch: Launch) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of BSHD operands: out `[batch, seqlen_q, heads_q, head_dim_v]`, lse fp32 `[batch, heads_q, seqlen_q]`, natural log."""
+    batch, seqlen_q, heads_q, _ = q.shape
+    q, k, v = map(_inner_contiguous, (q, k, v))
+    out = q.new_empty(batch, seqlen_q, heads_q, v.shape[-1])
+    lse = q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float32)
+    tile, tma = launch.fwd, launch.tma and _fits_tma(k, v)
+    grid, order = _placement(plan.fwd, plan.rows.shape[0], batch, heads_q, heads_q // k.shape[2], launch.processors)
+    forward.forward_kernel[grid](
+        _pointer(q), _streamed(k, tile, tma), _streamed(v, tile, tma), _pointer(out), lse,
+        plan.rows, plan.fwd.runs, plan.fwd.table, plan.fwd.items, *order, heads_q, heads_q // k.shape[2],
+        _blocks(seqlen_q, tile), seqlen_q, k.shape[1], seqlen_q, scale * LOG2_E,
+        BLOCK_M=tile.block, BLOCK_N=tile.step, PIECES=plan.row_pieces, **_constants(q, v, tma), **_options(tile),
+    )  # fmt: skip
+    return out, lse
+
+
+def attention_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan, scale: float, launch: Launch
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(dq, dk, dv)` from the softmax that `out` and `lse` belong to: this plan's own, or a merged one that this plan is a part of."""
+    assert plan.dq is not None and plan.dkdv is not None, "the plan was made for the forward alone"
+    do, q, k, v, out = map(_inner_contiguous, (do, q, k, v, out))
+    lse = lse.contiguous()
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    stats = torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device)
+    tma = launch.tma and _fits_tma(do, q, k, v)
+    _launch_dq((do, q, k, v, out, dq), lse, stats, plan, plan.dq, scale, launch, tma)
+    _launch_dkdv((do, q, k, v, dk, dv), stats, plan, plan.dkdv, scale, launch, tma)
+    return dq, dk, dv
+
+
+def _launch_dq(
+    tensors: Sequence[Tensor], lse: Tensor, stats: Tensor, plan: Plan, schedule: Schedule, scale: float, launch: Launch, tma: bool
+) -> None:
+    do, q, k, v, out, dq = tensors
+    batch, seqlen_q, heads_q, _ = q.shape
+    tile, group = launch.dq, heads_q // k.shape[2]
+    grid, order = _placement(schedule, plan.rows.shape[0], batch, heads_q, group, launch.processors)
+    backward.dq_kernel[grid](
+        _pointer(q), _streamed(k, tile, tma), _streamed(v, tile, tma), _pointer(out), _pointer(do), _pointer(dq), lse, stats,
+        plan.rows, schedule.runs, schedule.table, schedule.items, *order, heads_q, group, _blocks(seqlen_q, tile),
+        seqlen_q, k.shape[1], seqlen_q, lse.numel(), scale * LOG2_E, scale,
+        BLOCK_M=tile.block, BLOCK_N=tile.step, PIECES=plan.row_pieces, **_constants(q, v, tma), **_options(tile),
+    )  # fmt: skip
+
+
+def _launch_dkdv(tensors: Sequence[Tensor], stats: Tensor, plan: Plan, schedule: Schedule, scale: float, launch: Launch, tma: bool) -> None:
+    do, q, k, v, dk, dv = tensors
+    batch, seqlen_kv, heads_kv, _ = k.shape
+    tile, blocks, constants = launch.dkdv, _blocks(seqlen_kv, launch.dkdv), _constants(q, v, tma)
+    parts = heads_kv * (batch if plan.rows.shape[0] == 1 else 1)
+    widths = constants["BLOCK_D"], constants["BLOCK_DV"]
+    dk_parts, dv_parts = (q.new_empty(max(1, schedule.slots * parts * tile.block * width), dtype=torch.float32) for width in widths)
+    grid, order = _placement(schedule, plan.rows.shape[0], batch, heads_kv, 1, launch.processors)
+    backward.dkdv_kernel[grid](
+        _streamed(q, tile, tma), _pointer(k), _pointer(v), _streamed(do, tile, tma),
+        _pointer(dk), _pointer(dv), dk_parts, dv_parts, stats, plan.columns, schedule.runs, schedule.table, schedule.items,
+        *order, heads_kv, q.shape[2], blocks, q.shape[1], seqlen_kv, seqlen_kv, stats.numel() // 2, parts, scale * LOG2_E, scale,
+        BLOCK_N=tile.block, BLOCK_M=tile.step, PIECES=plan.column_pieces, **constants, **_options(tile),
+    )  # fmt: skip
+    if not schedule.slots:
+        return
+    rows = min(16, tile.block)
+    for grad, grad_parts, width in ((dk, dk_parts, widths[0]), (dv, dv_parts, widths[1])):
+        backward.sum_parts_kernel[(len(schedule.splits), parts, tile.block // rows)](
+            _pointer(grad), grad_parts, schedule.splits, heads_kv, blocks, seqlen_kv, parts,
+            DIM=grad.shape[-1], BLOCK_N=tile.block, BLOCK_D=width, ROWS=rows,
+        )  # fmt: skip
+
+
+def _placement(
+    schedule: Schedule, mask_batch: int, batch: int, heads: int, group: int, processors: int
+) -> tuple[tuple[int], tuple[int, int]]:
+    """The grid, and (items, heads that take turns on an item); see `flashmask_forward.place`."""
+    items, lanes = len(schedule.items), heads * (batch if mask_batch == 1 else 1)
+    share = schedule.longest * processors / (items * lanes)
+    return (items * lanes,), (items, lanes if share > TAIL else group)
+
+
+def _blocks(seqlen: int, tile: Tile) -> int:
+    return -(-seqlen // tile.block)
+
+
+def _constants(q: Tensor, v: Tensor, tma: bool) -> dict[str, Any]:
+    """The compile-time constants that every kernel takes."""
+    dims = {"DIM": q.shape[-1], "DIM_V": v.shape[-1]}
+    padded = {f"BLOCK_{name}": max(16, triton.next_power_of_2(dim)) for name, dim in (("D", dims["DIM"]), ("DV", dims["DIM_V"]))}
+    return dims | padded | {"TMA": tma, "PRECISION": "ieee"}
+
+
+def _options(tile: Tile) -> dict[str, int]:
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+
+def _inner_contiguous(x: Tensor) -> Tensor:
+    """The tensor itself if its last axis is contiguous, which is all that the kernels ask; else a copy (an expanded gradient, say)."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _pointer(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """An operand as the kernels take it without TMA."""
+    return (x, x.stride(0), x.stride(1), x.stride(2))
+
+
+def _streamed(x: Tensor, tile: Tile, tma: bool) -> Any:
+    """An operand that a program walks through in tiles of `tile.step` rows: a descriptor with TMA, else a pointer."""
+    if not tma:
+        return _pointer(x)
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, tile.step, 1, max(16, triton.next_power_of_2(x.shape[-1]))])
+
+
+def _fits_tma(*operands: Tensor) -> bool:
+    """Whether the hardware can address these operands: 16-byte aligned starts and strides, no shared rows."""
+    return all(
+        x.data_ptr() % 16 == 0 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1]) for x in operands
+    )
+
+
+class FlashMaskFunction(torch.autograd.Function):
+    """Differentiable `(q, k, v, plan, scale, launch) -> (out, lse)`; lse carries no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, launch: Launch) -> tuple[Tensor, Tensor]:
+        out, lse = attention_forward(q, k, v, plan, scale, launch)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.plan, ctx.scale, ctx.launch = plan, scale, launch
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return *attention_backward(do, q, k, v, out, lse, ctx.plan, ctx.scale, ctx.launch), None, None, None
