@@ -1,0 +1,139 @@
+"""Forward: out and lse of the reference, and the sums that bound a kernel's rounding errors in out."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from pytest_longca.limits import Bound, Terms, bound_of
+from pytest_longca.operands import Operands
+from pytest_longca.sweep import Piece, RowTile
+
+TINY = 1e-37
+"""What an empty sum is divided by."""
+
+
+class Forward:
+    """Visits row tiles; afterwards `out`, `lse` and what the backward needs are there, `[stacks, group, seqlen_q, ...]`."""
+
+    def __init__(self, ops: Operands) -> None:
+        self.ops = ops
+        case, work = ops.case, ops.arithmetic.work
+        shape = (ops.stacks, ops.group, case.seqlen_q)
+        new = ops.q.new_zeros
+        self.out = new(*shape, case.head_dim_v, dtype=work)
+        self.highest = new(shape, dtype=work)  # a row's highest score before scaling, 0 where it sees none
+        self.total = new(shape, dtype=work)  # its sum of exp(score - highest)
+        self.absolute = new(*shape, case.head_dim_v, dtype=work)
+        self.mean_key = new(shape, dtype=work)  # |sum of P K|: where an error in the row-sum term D goes
+        self.squares = new(*shape, 3, dtype=work)  # sums of P^2 times |V|^2, |K|^2 and 1
+        self.flushed = new(*shape, case.head_dim_v, dtype=work) if ops.rounding.flush else None
+        self.evenness = new(shape, dtype=work)
+
+    def visit(self, tile: RowTile) -> Tensor | None:
+        """Compute a row tile. Gives its scores if they are in one piece, for the backward to use again."""
+        ops = self.ops
+        sums = _Running(ops, tile)
+        scores = None
+        for piece in tile.pieces:
+            scores = ops.scores(tile, piece)
+            sums.add(piece, scores)
+        if not tile.pieces:
+            return None
+        self._store(tile, sums)
+        if self.flushed is not None:
+            self._add_flushed(tile, scores if len(tile.pieces) == 1 else None)
+        return scores if len(tile.pieces) == 1 else None
+
+    def _store(self, tile: RowTile, sums: "_Running") -> None:
+        rows = tile.rows
+        total = sums.total.clamp_min(TINY)  # an empty row has total 0 and nothing but zeros to divide
+        first, absolute, key = sums.first / total, sums.absolute / total, sums.keys / total
+        self.out[:, :, rows] = self.ops.grouped(first, rows)
+        self.absolute[:, :, rows] = self.ops.grouped(absolute, rows)
+        self.mean_key[:, :, rows] = self.ops.grouped(torch.linalg.vector_norm(key, dim=-1), rows)
+        self.squares[:, :, rows] = self.ops.grouped((sums.squares / total.square()), rows)
+        self.highest[:, :, rows] = self.ops.grouped(_finite(sums.highest)[..., 0], rows)
+        self.total[:, :, rows] = self.ops.grouped(sums.total[..., 0], rows)
+        shortfall = 1 - sums.squares[..., 2] / total[..., 0]
+        ulp = 4 * self.ops.rounding.unit
+        self.evenness[:, :, rows] = self.ops.grouped(torch.exp(-2 * (math.pi * shortfall / ulp).square()), rows)
+
+    def weights(self, tile: RowTile, scores: Tensor) -> Tensor:
+        """P of a tile whose row sums are known: `[stacks, group * rows, keys]`."""
+        highest, total = (self.ops.flat(x, tile.rows)[..., None] for x in (self.highest, self.total))
+        # Not exp(scale * scores - lse): a large product or lse would be rounded too coarsely.
+        return (scores - highest).mul_(self.ops.scale).exp_().mul_(total.clamp_min(TINY).reciprocal())
+
+    def _add_flushed(self, tile: RowTile, scores: Tensor | None) -> None:
+        """What a kernel loses of out where P falls below its dtype's range."""
+        ops = self.ops
+        assert self.flushed is not None and ops.rounding.flush
+        for piece in tile.pieces:
+            p = self.weights(tile, ops.scores(tile, piece) if scores is None else scores)
+            v = ops.keys(ops.v, piece).abs()
+            lost = ops.arithmetic.bound(ops.arithmetic.rough(flushed(p, ops.rounding.flush)), ops.arithmetic.rough(v))
+            self.flushed[:, :, tile.rows] += ops.grouped(lost, tile.rows)
+
+    def finish(self) -> dict[str, tuple[Tensor, Bound]]:
+        """Out and lse with their bounds, in the reference's layout."""
+        ops = self.ops
+        squares = self.squares[..., 0] * ops.growth.square()
+        terms = Terms(self.absolute * ops.growth[..., None], squares, ops.growth, None, self.flushed, self.evenness)
+        bound = bound_of(self.out, terms, ops.rounding, ops.case.seqlen_kv)
+        return {"out": (ops.per_row(self.out), Bound(*map(ops.per_row, bound.tensors()))), "lse": self._lse()}
+
+    def _lse(self) -> tuple[Tensor, Bound]:
+        case = self.ops.case
+        lse = (self.highest * self.ops.scale + self.total.log()).reshape(case.batch, case.heads_q, case.seqlen_q)
+        size = 2 + self.ops.logit.reshape(lse.shape) + lse.abs().nan_to_num(posinf=0.0)
+        zeros = torch.zeros_like(size)
+        return lse, Bound(size, size, zeros, zeros)
+
+
+class _Running:
+    """Sums over a row tile's pieces, relative to the highest score so far: `[stacks, group * rows, ...]`."""
+
+    def __init__(self, ops: Operands, tile: RowTile) -> None:
+        self.ops = ops
+        rows = ops.group * (tile.rows.stop - tile.rows.start)
+        case = ops.case
+
+        def zeros(width: int) -> Tensor:
+            return ops.q.new_zeros(ops.stacks, rows, width, dtype=ops.arithmetic.work)
+
+        self.highest = zeros(1).fill_(-math.inf)
+        self.total = zeros(1)
+        self.first, self.absolute = zeros(case.head_dim_v), zeros(case.head_dim_v)
+        self.keys = zeros(case.head_dim)
+        self.squares = zeros(3)
+
+    def add(self, piece: Piece, scores: Tensor) -> None:
+        ops, ar = self.ops, self.ops.arithmetic
+        if not scores.shape[-1]:
+            return
+        highest = torch.maximum(self.highest, scores.amax(-1, keepdim=True))
+        shift = _finite(highest)
+        p = (scores - shift).mul_(ops.scale).exp_()
+        before = ((self.highest - shift) * ops.scale).exp()
+        self.highest = highest
+        self.total = self.total * before + p.sum(-1, keepdim=True)
+        k, v = ops.keys(ops.k, piece), ops.keys(ops.v, piece)
+        parts = ar.parts(p)
+        self.first = self.first * before + ar.product(parts, ar.parts(v))
+        rough = parts[0]
+        sides = torch.cat([ar.rough(v.abs()), ar.rough(k)], -1)
+        absolute, keys = ar.bound(rough, sides).split([v.shape[-1], k.shape[-1]], -1)
+        self.absolute, self.keys = self.absolute * before + absolute, self.keys * before + keys
+        norms = torch.stack([ops.keys(ops.v_norm2, piece), ops.keys(ops.k_norm2, piece), torch.ones_like(p[:, 0])], -1)
+        self.squares = self.squares * before.square() + ar.bound(rough.square(), ar.rough(norms))
+
+
+def _finite(highest: Tensor) -> Tensor:
+    """A row's highest score, 0 where it saw no key."""
+    return highest.masked_fill(highest == -math.inf, 0.0)
+
+
+def flushed(x: Tensor, threshold: float) -> Tensor:
+    """What may be lost of non-negative values when those below the dtype's range become 0: all of it, where it is that small."""
+    return torch.where(x < 4 * threshold, x.clamp(max=threshold), 0.0)

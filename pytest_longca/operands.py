@@ -1,0 +1,111 @@
+"""Operands: a case's inputs as stacks, and each row's share in the rounding errors of a kernel."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pytest_longca.arithmetic import Arithmetic
+from pytest_longca.case import Case
+from pytest_longca.inputs import Inputs
+from pytest_longca.limits import Rounding
+from pytest_longca.sweep import Piece, RowTile, Visibility, sweep
+
+
+class Operands:
+    """q and do `[stacks, group, seqlen_q, ...]`, k and v `[batch * heads_kv, seqlen_kv, ...]`, and how to take tiles of them.
+
+    A stack is a key/value head with its group of query heads, or one query head where heads have masks of their own.
+    """
+
+    def __init__(self, case: Case, inputs: Inputs, arithmetic: Arithmetic, rounding: Rounding) -> None:
+        self.case = case
+        self.arithmetic = arithmetic
+        self.rounding = rounding
+        self.device = inputs.q.device
+        self.group = case.group if case.mask.heads == 1 else 1
+        self.stacks = case.batch * case.heads_q // self.group
+        self.scale = abs(case.scale)
+        q = inputs.q if case.scale > 0 else -inputs.q
+        self.q, self.do = (self._queries(arithmetic.native(x)) for x in (q, inputs.do))
+        self.k, self.v = (self._keys(arithmetic.native(x)) for x in (inputs.k, inputs.v))
+        self.k_norm2, self.v_norm2 = (_norm2(x, arithmetic.work) for x in (self.k, self.v))
+        self.q_norm2, self.do_norm2 = (_norm2(x, arithmetic.work) for x in (self.q, self.do))
+        self.visibility = Visibility(case, self.device)
+        # The largest bound on a row's scores and on its dP, and how many terms the longest sum has: what fp32 has to carry.
+        self.logit = (self.q_norm2 * self._largest(self.k_norm2)).sqrt() * self.scale
+        self.dp = (self.do_norm2 * self._largest(self.v_norm2)).sqrt()
+        terms = max(case.seqlen_kv, case.seqlen_q * case.group, 1) ** 0.5
+        self.growth = 1 + rounding.ratio * (self.logit + terms)  # [stacks, group, seqlen_q]
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """BSHD to `[stacks, group, seqlen_q, ...]`."""
+        return x.transpose(1, 2).reshape(self.stacks, self.group, self.case.seqlen_q, x.shape[-1])
+
+    def _keys(self, x: Tensor) -> Tensor:
+        """BSHD to `[batch * heads_kv, seqlen_kv, ...]`."""
+        return x.transpose(1, 2).reshape(self.case.batch * self.case.heads_kv, self.case.seqlen_kv, x.shape[-1])
+
+    def _largest(self, norm2: Tensor) -> Tensor:
+        """The largest squared key norm of each stack, `[stacks, 1, 1]`."""
+        if not norm2.shape[1]:
+            return norm2.new_zeros(())
+        return self.of_stacks(norm2.amax(1))[:, None, None]
+
+    def of_stacks(self, of_heads_kv: Tensor) -> Tensor:
+        """Something given for each `batch * heads_kv`, for each stack."""
+        repeats = self.stacks // of_heads_kv.shape[0] if of_heads_kv.shape[0] else 1
+        return of_heads_kv if repeats == 1 else of_heads_kv.repeat_interleave(repeats, 0)
+
+    def tiles(self) -> Iterator[RowTile]:
+        """The row tiles of the mask; none where there is no query or no key."""
+        return sweep(self.case, self.device) if self.case.seqlen_q and self.case.seqlen_kv else iter(())
+
+    def flat(self, of_rows: Tensor, rows: slice) -> Tensor:
+        """Rows of something `[stacks, group, seqlen_q, ...]` as `[stacks, group * rows, ...]`."""
+        return of_rows[:, :, rows].flatten(1, 2)
+
+    def grouped(self, of_tile: Tensor, rows: slice) -> Tensor:
+        """The inverse of `flat` for one tile: `[stacks, group * rows, ...]` as `[stacks, group, rows, ...]`."""
+        return of_tile.unflatten(1, (self.group, rows.stop - rows.start))
+
+    def keys(self, x: Tensor, piece: Piece) -> Tensor:
+        """A piece of something `[batch * heads_kv, seqlen_kv, ...]` for each stack, `[stacks, keys, ...]`."""
+        if isinstance(piece.keys, slice):
+            return self.of_stacks(x[:, piece.keys])
+        return x.flatten(0, 1)[self._flat_index(piece)]
+
+    def add_keys(self, total: Tensor, piece: Piece, of_stacks: Tensor) -> None:
+        """Add what was found for a piece of each stack, `[stacks, keys, ...]`, to `total` `[batch * heads_kv, seqlen_kv, ...]`."""
+        if isinstance(piece.keys, slice):
+            total[:, piece.keys] += of_stacks.unflatten(0, (total.shape[0], -1)).sum(1) if self.stacks != total.shape[0] else of_stacks
+        else:  # padding is invisible, so what it adds to key 0 is 0
+            total.flatten(0, 1).index_add_(0, self._flat_index(piece).flatten(), of_stacks.flatten(0, 1))
+
+    def _flat_index(self, piece: Piece) -> Tensor:
+        """Row numbers in `[batch * heads_kv * seqlen_kv]` of a piece's keys, `[stacks, keys]`."""
+        assert isinstance(piece.keys, Tensor)
+        heads = self.of_stacks(torch.arange(self.case.batch * self.case.heads_kv, device=self.device))
+        return self.visibility.per_stack(piece.keys).clamp_min(0) + heads[:, None] * self.case.seqlen_kv
+
+    def scores(self, tile: RowTile, piece: Piece) -> Tensor:
+        """Scores of a tile before scaling, -inf where hidden: `[stacks, group * rows, keys]`."""
+        scores = self.arithmetic.scores(self.flat(self.q, tile.rows), self.keys(self.k, piece).mT)
+        visible = self.visibility.of(tile.rows, piece)
+        if visible is None:
+            return scores
+        return self.grouped(scores, tile.rows).masked_fill_(~visible, float("-inf")).flatten(1, 2)
+
+    def per_row(self, of_stacks: Tensor) -> Tensor:
+        """`[stacks, group, seqlen_q, ...]` as `[batch, seqlen_q, heads_q, ...]`."""
+        case = self.case
+        return of_stacks.reshape(case.batch, case.heads_q, case.seqlen_q, *of_stacks.shape[3:]).transpose(1, 2)
+
+    def per_key(self, of_heads_kv: Tensor) -> Tensor:
+        """`[batch * heads_kv, seqlen_kv, ...]` as `[batch, seqlen_kv, heads_kv, ...]`."""
+        return of_heads_kv.unflatten(0, (self.case.batch, self.case.heads_kv)).transpose(1, 2)
+
+
+def _norm2(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Squared norms along the last axis."""
+    return x.to(dtype).square().sum(-1)

@@ -1,0 +1,126 @@
+"""Reference: Naive-Torch in high precision at any length, with what an honest kernel's rounding errors may amount to.
+
+The scores of one row tile exist at a time, so memory is O(seqlen). Where nothing is visible, out is 0, lse -inf, gradients 0.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pytest_longca.arithmetic import Arithmetic, Exact, Split
+from pytest_longca.backward import Backward
+from pytest_longca.case import Case
+from pytest_longca.forward import Forward
+from pytest_longca.inputs import Inputs
+from pytest_longca.limits import Bound, rounding_of
+from pytest_longca.operands import Operands
+from pytest_longca.sweep import SMALL_CELLS
+
+MAX_SPLIT_LOGIT = 1e-5 * 2**24
+"""Where scores may be larger than this, their rounding to fp32 alone may cost more than 1e-5 of a probability: fp64 it is."""
+
+CACHED_BYTES = 24 * 2**30
+"""What references that are kept may take together; the newest is kept whatever its size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The truth about a case: out, dq `[batch, seqlen_q, heads_q, ...]`, dk, dv `[batch, seqlen_kv, heads_kv, ...]`, lse `[batch, heads_q, seqlen_q]`.
+
+    `bounds` has for each of out, dq, dk, dv what its rows' rounding errors may amount to, `[batch, seqlen, heads]`, and for lse its scale.
+    Gradients are None where the case has no backward.
+    """
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    bounds: dict[str, Bound] = field(default_factory=dict)
+
+    @property
+    def scale_out(self) -> Tensor:
+        """Norm of each row's sum of absolute terms P |V|."""
+        return self.bounds["out"].scale
+
+    @property
+    def scale_dq(self) -> Tensor:
+        """Norm of each row's sum of absolute terms |dS| |K|."""
+        return self.bounds["dq"].scale
+
+    @property
+    def scale_dk(self) -> Tensor:
+        """Norm of each row's sum of absolute terms |dS| |Q|."""
+        return self.bounds["dk"].scale
+
+    @property
+    def scale_dv(self) -> Tensor:
+        """Norm of each row's sum of absolute terms P |dO|."""
+        return self.bounds["dv"].scale
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the reference."""
+        yield from (x for x in (self.out, self.lse, self.dq, self.dk, self.dv) if x is not None)
+        for bound in self.bounds.values():
+            yield from bound.tensors()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the reference holds."""
+        return sum(x.numel() * x.element_size() for x in self.tensors())
+
+
+@torch.no_grad()
+def compute(case: Case, inputs: Inputs, arithmetic: Arithmetic | None = None) -> Reference:
+    """The reference of a case on its inputs' device; the arithmetic is chosen by `choose_arithmetic` unless given."""
+    ops = Operands(case, inputs, arithmetic or choose_arithmetic(case, inputs), rounding_of(case))
+    forward = Forward(ops)
+    backward = Backward(ops, forward) if case.direction.needs_backward else None
+    for tile in ops.tiles():
+        scores = forward.visit(tile)
+        if backward:
+            backward.visit(tile, scores)
+    found = forward.finish() | (backward.finish() if backward else {})
+    tensors = {name: value for name, (value, _) in found.items()}
+    return Reference(**tensors, bounds={name: bound for name, (_, bound) in found.items()})
+
+
+def choose_arithmetic(case: Case, inputs: Inputs) -> Arithmetic:
+    """Halves on the matrix units for long bf16 and fp16 cases on a GPU, fp64 for everything else."""
+    is_small = case.batch * case.heads_q * case.seqlen_q * case.seqlen_kv <= SMALL_CELLS
+    return Split() if inputs.q.is_cuda and not is_small and halves_suffice(case, inputs) else Exact()
+
+
+def halves_suffice(case: Case, inputs: Inputs) -> bool:
+    """Whether `Split` stays within 2e-5 of each row's sum of absolute terms on these inputs."""
+    if case.dtype not in ("bf16", "fp16"):
+        return False
+    return _largest_norm(inputs.q) * _largest_norm(inputs.k) * abs(case.scale) <= MAX_SPLIT_LOGIT
+
+
+def _largest_norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).max())
+
+
+_cache: "OrderedDict[tuple[Case, str], Reference]" = OrderedDict()
+
+
+def cached_reference(case: Case, inputs: Inputs, device: torch.device | str = "cpu") -> Reference:
+    """The reference of a case on its own inputs (those of its seed), computed once for all kernels; old ones are freed."""
+    key = (case, str(device))
+    reference = _cache.pop(key, None)
+    if reference is None:
+        reference = compute(case, inputs)
+    _cache[key] = reference
+    held = sum(kept.num_bytes for kept in _cache.values())
+    while held > CACHED_BYTES and len(_cache) > 1:
+        held -= _cache.popitem(last=False)[1].num_bytes
+    return reference
+
+
+def forget_references() -> None:
+    """Free every cached reference."""
+    _cache.clear()
