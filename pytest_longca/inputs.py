@@ -37,9 +37,7 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     drawn = {name: torch.randn(shape, generator=generator, device=device) for name, shape in shapes(case).items()}
     _VALUES[case.values](drawn, case)
     dtype = TORCH_DTYPES[case.dtype]
-    laid = {
-        name: _LAYOUTS[layout](drawn[name].to(dtype)) for name, layout in zip(OPERANDS, case.layouts, strict=True)
-    }
+    laid = {name: _LAYOUTS[layout](drawn[name].to(dtype)) for name, layout in zip(OPERANDS, case.layouts, strict=True)}
     return Inputs(**laid)
 
 
@@ -60,11 +58,15 @@ def _peaked(drawn: dict[str, Tensor], case: Case) -> None:
     drawn["k"].mul_(4.0)
 
 
+def _large(drawn: dict[str, Tensor], case: Case) -> None:
+    drawn["k"].mul_(10.0)
+
+
 _VALUES: dict[Values, Callable[[dict[str, Tensor], Case], None]] = {
     Values.NORMAL: lambda drawn, case: None,
     Values.BIASED: _biased,
     Values.PEAKED: _peaked,
-    Values.LARGE: lambda drawn, case: drawn["k"].mul_(10.0) and None,
+    Values.LARGE: _large,
     Values.LOW: lambda drawn, case: _set_logits(drawn, case, -120.0),
     Values.HIGH: lambda drawn, case: _set_logits(drawn, case, 100.0),
     Values.SENTINEL: lambda drawn, case: _set_logits(drawn, case, -60000.0),
