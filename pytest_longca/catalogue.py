@@ -25,6 +25,12 @@ KERNELS: dict[str, str] = {
     "fa4": "pytest_longca.kernels.fa4:Fa4",
     "cudnn": "pytest_longca.kernels.cudnn:Cudnn",
     "cudnn_flex": "pytest_longca.kernels.cudnn_flex:CudnnFlex",
+    "vsa": "pytest_longca.kernels.vsa:Vsa",
+    "vsa_triton": "pytest_longca.kernels.vsa_triton:VsaTriton",
+    "vsa_fastvideo_triton": "pytest_longca.kernels.vsa_fastvideo_triton:VsaFastvideoTriton",
+    "fa2_sparse": "pytest_longca.kernels.fa2_sparse:Fa2Sparse",
+    "flashinfer": "pytest_longca.kernels.flashinfer:FlashInfer",
+    "cudnn_sparse": "pytest_longca.kernels.cudnn_sparse:CudnnSparse",
 }
 
 MASKS: dict[str, str] = {

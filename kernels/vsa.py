@@ -1,0 +1,85 @@
+"""vsa: FastVideo's video sparse attention, the ThunderKittens kernels of fastvideo-kernel.
+
+Algorithm: block-sparse FlashAttention in blocks of 64, one list of key blocks for each query block and head.
+Masks: uniform and variable blocks. Upstream keeps its data padded, every block at a multiple of 64. Ours are not: unless all blocks are
+multiples of 64 the call copies tokens into that layout and back, and this is timed with it, as whoever has such data pays it.
+Layout: BHSD, made contiguous by upstream. Dtypes: bf16. Head dims: 64, 128. GQA: no. One batch element a call, in a loop.
+Directions: forward and backward, through upstream's autograd; the backward inverts the lists again in every call. Architectures: sm90.
+Determinism: forward; gradients are added in any order. lse: upstream's is -sqrt(head_dim) times the natural one.
+A row that sees nothing: undefined upstream (it reads before its list), so such a map is refused.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pytest_longca import blocks
+from pytest_longca.backend import BackendCall
+from pytest_longca.block_layout import PaddedBlocks, padded_blocks
+from pytest_longca.case import Case
+from pytest_longca.inputs import Inputs
+from pytest_longca.kernel import Capabilities, Kernel, Requirement
+from pytest_longca.machine import Machine
+from pytest_longca.mask import Form
+
+BLOCK = 64
+FASTVIDEO = Requirement(distribution="fastvideo-kernel", at_least="0.3.2", how="pip install fastvideo-kernel")
+
+SparseOp = Callable[..., tuple[Tensor, Tensor]]
+
+
+class Vsa(Kernel):
+    """FastVideo's VSA on ThunderKittens."""
+
+    name = "vsa"
+    source = "fastvideo-kernel"
+    requires = (FASTVIDEO,)
+    capabilities = Capabilities(
+        masks=frozenset({Form.BLOCK_MAP}),
+        dtypes=frozenset({"bf16"}),
+        head_dims=(64, 128),
+        devices=frozenset({"cuda"}),
+        capability=(9, 0),
+        gqa=False,
+        unequal_head_dims=False,
+    )
+    device_kernel_pattern = r"fwd_attend_ker|bwd_attend_ker"
+
+    def also_refuses(self, case: Case, machine: Machine) -> str | None:
+        if machine.capability != (9, 0):
+            return "has ThunderKittens kernels for compute capability 9.0 only"
+        if blocks.has_empty_rows(case.mask):
+            return "takes no query block that selects no key block: upstream leaves it undefined"
+        return refused_scale(case)
+
+    def bind(self, case: Case, inputs: Inputs) -> BackendCall:
+        import fastvideo_kernel.block_sparse_attn  # noqa: F401  # registers the operators
+
+        op = torch.ops.fastvideo_kernel.block_sparse_attn_sm90
+        layout = padded_blocks(case.mask, case.heads_q, inputs.q.device, BLOCK)
+        lists = head_lists(layout, case.heads_q)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            q, k, v = layout.q.pad(q), layout.kv.pad(k), layout.kv.pad(v)
+            parts = [op(q[b : b + 1], k[b : b + 1], v[b : b + 1], *lists, layout.kv.sizes) for b in range(case.batch)]
+            out, minus_lse = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
+            lse = minus_lse.squeeze(-1) / -math.sqrt(case.head_dim)
+            return layout.q.unpad(out).transpose(1, 2), layout.q.unpad(lse)
+
+        facts = {"source": "fastvideo_kernel.block_sparse_attn_sm90", **layout.facts()}
+        return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts)
+
+
+def refused_scale(case: Case) -> str | None:
+    """FastVideo's kernels have 1/sqrt(head_dim) built in."""
+    built_in = case.head_dim**-0.5
+    return None if math.isclose(case.scale, built_in) else f"has the scale {built_in:.6g} built in, not {case.scale:.6g}"
+
+
+def head_lists(layout: PaddedBlocks, heads: int) -> tuple[Tensor, Tensor]:
+    """Upstream's `(q2k_idx [1, heads, blocks_q, blocks_kv], q2k_num [1, heads, blocks_q])`: rows as long as the map is wide, -1 behind."""
+    block_map = layout.block_map.expand(heads, -1, -1)
+    lists = blocks.padded_lists(block_map, capacity=block_map.shape[-1])
+    return lists.index[None], lists.num[None]
