@@ -1,0 +1,259 @@
+"""Every dense kernel that is installed, on every static mask, on the GPU: one table, made by one process that is replaced when it dies.
+
+    python tests/gpu/test_dense_gpu.py [--kernels fa2,fa4] [--shapes gqa64,gqa128] [--seconds 500] [--json FILE]
+
+Each cell is printed as soon as it is known: the worst error over its limit, or why there is none. Nothing stops at the first failure.
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KERNELS = ("naive", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "fa2", "fa3", "cudnn", "cudnn_flex", "fa4", "flex")
+"""Those that compile for long come last."""
+COMPILED_SHAPES = ("gqa64", "uneven")
+"""For a kernel that compiles each shape: the others cost seconds each and show it nothing new."""
+DOCUMENTS, DOCUMENTS_KV = (300, 0, 1, 130, 569), (310, 7, 1, 0, 482)
+SHAPES: dict[str, dict[str, Any]] = {
+    "gqa64": {"lengths": (1000, 1000), "sizes": {"heads_q": 8, "heads_kv": 2, "head_dim": 64, "dtype": "bf16"}},
+    "gqa128": {"lengths": (1000, 1000), "sizes": {"batch": 2, "heads_q": 8, "heads_kv": 2, "head_dim": 128, "dtype": "bf16"}},
+    "mha72": {"lengths": (1000, 1000), "sizes": {"heads_q": 3, "heads_kv": 3, "head_dim": 72, "dtype": "fp16"}},
+    "short": {"lengths": (1000, 800), "sizes": {"heads_q": 8, "heads_kv": 2, "head_dim": 128, "dtype": "bf16"}},
+    "uneven": {"lengths": (800, 1000), "sizes": {"batch": 2, "heads_q": 6, "heads_kv": 3, "head_dim": 128, "dtype": "fp16"}},
+}
+
+
+def masks(seqlen_q: int, seqlen_kv: int) -> Iterator[Any]:
+    """The 12 static masks with awkward parameters; the regular ones alone where the lengths differ."""
+    from pytest_longca.masks import document, prefix, regular, window
+
+    unequal_docs = (DOCUMENTS, DOCUMENTS_KV) if seqlen_q == 1000 else (tuple(reversed(DOCUMENTS_KV)), tuple(reversed(DOCUMENTS)))
+    documents = (DOCUMENTS,) if seqlen_q == seqlen_kv else unequal_docs
+    yield regular.Full(seqlen_q, seqlen_kv)
+    yield regular.Causal(seqlen_q, seqlen_kv)
+    yield regular.FullSlidingWindow(seqlen_q, seqlen_kv, 77)
+    yield regular.CausalSlidingWindow(seqlen_q, seqlen_kv, 200)
+    yield document.FullDocument(*documents)
+    yield document.CausalDocument(*documents)
+    if seqlen_q == seqlen_kv:
+        yield document.SharedQuestion(DOCUMENTS)
+        yield window.GlobalSlidingWindow(seqlen_q, seqlen_kv, 77, 130)
+        yield document.CausalBlockwise(DOCUMENTS)
+        yield prefix.PrefixLmCausal(seqlen_q, seqlen_kv, 333)
+        yield prefix.PrefixLmDocument(DOCUMENTS, (128, 0, 1, 129, 5))
+        yield document.BlockCausalDocument(DOCUMENTS, 100)
+
+
+def cells(kernels: tuple[str, ...], shapes: tuple[str, ...]) -> list[tuple[str, str, Any]]:
+    """(kernel, shape, case), in a fixed order, so that a new process can go on where the last one died."""
+    from pytest_longca.case import Case
+    from pytest_longca.catalogue import KERNELS, load
+
+    found = []
+    for kernel in kernels:
+        compiled = load(KERNELS[kernel]).compiles_per_shape
+        for shape in shapes:
+            if compiled and shape not in COMPILED_SHAPES:
+                continue
+            spec = SHAPES[shape]
+            found += [(kernel, shape, Case(mask=mask, **spec["sizes"])) for mask in masks(*spec["lengths"])]
+    return found
+
+
+def judged(name: str, case: Any, machine: Any) -> dict[str, Any]:
+    """One cell, judged: the forward alone where there is no backward."""
+    from pytest_longca.case import Direction
+    from pytest_longca.catalogue import KERNELS, load
+    from pytest_longca.checks import verify
+
+    kernel = load(KERNELS[name])()
+    if missing := kernel.missing():
+        return {"kind": "not_installed", "text": str(missing)}
+    refused = ""
+    if (reason := kernel.supports(case, machine)) and case.direction is not Direction.FWD:
+        refused, case = f" (forward; {reason.reason})", dataclasses.replace(case, direction=Direction.FWD)
+    verification = verify(kernel, case, machine, ("truth",))
+    kind, text = verification.outcome.kind, str(verification.outcome)
+    if kind == "passed":
+        tensor, worst = max(verification.worst.items(), key=lambda item: item[1])
+        text = f"{worst:.2f} {tensor}{refused}"
+    elif kind == "unsupported" and kernel.supports(case, machine) is None:
+        kind = "refused"  # by the backend, after the adapter had declared it
+    return {"kind": kind, "text": text, "worst": verification.worst, "facts": verification.facts, "case": case.id}
+
+
+def ran(name: str, case: Any, machine: Any) -> dict[str, Any]:
+    """The device kernels of a cell, and whether they are the promised ones."""
+    from pytest_longca.catalogue import KERNELS, load
+    from pytest_longca.device_kernels import device_kernels, silent_fallback
+
+    kernel = load(KERNELS[name])()
+    names = device_kernels(kernel, case, machine)
+    return {"device_kernels": names, "fallback": silent_fallback(kernel, names)}
+
+
+def work(kernels: tuple[str, ...], shapes: tuple[str, ...], start: int, deadline: float) -> None:
+    """Judge the cells from number `start` on; a line of JSON before and after each."""
+    from pytest_longca.jobs import find_machine
+
+    machine = find_machine()
+    profiled: set[str] = set()
+    for number, (name, shape, case) in enumerate(cells(kernels, shapes)):
+        if number < start:
+            continue
+        about = {"number": number, "kernel": name, "shape": shape, "mask": case.mask.name}
+        tell(about | {"kind": "started"})
+        began = time.monotonic()
+        if began > deadline:
+            tell(about | {"kind": "not_verified", "text": "no time left"})
+            continue
+        try:
+            found = judged(name, case, machine)
+            if found["kind"] == "passed" and name not in profiled:
+                profiled.add(name)
+                found |= ran(name, dataclasses.replace(case, direction="fwd") if "forward;" in found["text"] else case, machine)
+        except Exception as error:
+            found = {"kind": "crashed", "text": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc(limit=-6)}
+        tell(about | found | {"seconds": round(time.monotonic() - began, 2)})
+        if found["kind"] == "crashed" and is_dead(machine):
+            return
+
+
+def is_dead(machine: Any) -> bool:
+    """Whether CUDA is beyond use in this process, as after an illegal access."""
+    import torch
+
+    try:
+        return machine.device == "cuda" and not bool(torch.ones(1, device="cuda").sum().item() == 1)
+    except RuntimeError:
+        return True
+
+
+def tell(line: dict[str, Any]) -> None:
+    print("\x1e" + json.dumps(line, default=str), flush=True)
+
+
+def run(kernels: tuple[str, ...], shapes: tuple[str, ...], seconds: float) -> Iterator[dict[str, Any]]:
+    """Every cell's line, from as many processes as it takes."""
+    start, total, deadline = 0, len(cells(kernels, shapes)), time.monotonic() + seconds
+    while start < total:
+        left = deadline - time.monotonic()
+        command = [
+            sys.executable,
+            "-u",
+            __file__,
+            "--work",
+            str(start),
+            "--seconds",
+            str(left),
+            "--kernels",
+            ",".join(kernels),
+            "--shapes",
+            ",".join(shapes),
+        ]
+        done, begun = start, {}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+            assert worker.stdout is not None
+            for text in worker.stdout:
+                if not text.startswith("\x1e"):
+                    continue
+                line = json.loads(text[1:])
+                if line["kind"] == "started":
+                    begun = line
+                    continue
+                done, begun = line["number"] + 1, {}
+                yield line
+        if begun:
+            done = begun["number"] + 1
+            yield begun | {"kind": "crashed", "text": f"the process ended with {worker.returncode}"}
+        if done == start:
+            yield {
+                "number": start,
+                "kernel": "?",
+                "shape": "?",
+                "mask": "?",
+                "kind": "crashed",
+                "text": f"no worker starts: {worker.returncode}",
+            }
+            return
+        start = done
+
+
+def show(line: dict[str, Any]) -> None:
+    took = f"{line['seconds']:6.1f} s" if "seconds" in line else " " * 8
+    print(f"{line['kernel']:14} {line['shape']:7} {line['mask']:22} {took} {line['kind']:12} {str(line.get('text', ''))[:200]}", flush=True)
+    for name in line.get("device_kernels", []):
+        print(f"{'':14} ran {name}", flush=True)
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Kernels by masks: the worst error over its limit of all shapes, or the worst outcome."""
+    severity = ("crashed", "wrong", "timed_out", "out_of_memory", "refused", "not_verified", "passed", "unsupported", "not_installed")
+    names = list(dict.fromkeys(line["mask"] for line in lines))
+    rows = [f"{'':14} " + " ".join(f"{name[:10]:>10}" for name in names)]
+    for kernel in dict.fromkeys(line["kernel"] for line in lines):
+        row = []
+        for mask in names:
+            mine = [line for line in lines if (line["kernel"], line["mask"]) == (kernel, mask)]
+            kind = min((line["kind"] for line in mine), key=severity.index, default="")
+            worst = [max(line["worst"].values()) for line in mine if line["kind"] == "passed"]
+            row.append(f"{max(worst):.2f}" if kind == "passed" else {"unsupported": "-"}.get(kind, kind))
+        rows.append(f"{kernel:14} " + " ".join(f"{cell[:10]:>10}" for cell in row))
+    return "\n".join(rows)
+
+
+def bad(line: dict[str, Any]) -> bool:
+    return line["kind"] in ("crashed", "wrong", "refused", "timed_out", "out_of_memory") or bool(line.get("fallback"))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_every_declared_cell_of_every_installed_dense_kernel_is_right() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    lines = list(run(KERNELS, tuple(SHAPES), seconds=540))
+    failed = [f"{line['kernel']} {line['shape']} {line['mask']}: {line.get('fallback') or line.get('text')}" for line in lines if bad(line)]
+    assert not failed, table(lines) + "\n" + "\n".join(failed)
+    assert any(line["kind"] == "passed" for line in lines), "nothing was judged"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kernels", default=",".join(KERNELS))
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    kernels, shapes = tuple(options.kernels.split(",")), tuple(options.shapes.split(","))
+    if options.work is not None:
+        work(kernels, shapes, options.work, time.monotonic() + options.seconds)
+        return 0
+    lines = []
+    for line in run(kernels, shapes, options.seconds):
+        lines.append(line)
+        show(line)
+        if options.json:
+            options.json.write_text("".join(json.dumps(each, default=str) + "\n" for each in lines))
+    print(table(lines))
+    for line in filter(bad, lines):
+        print(
+            f"BAD {line['kernel']} {line['shape']} {line['mask']}: {line.get('fallback') or line.get('text')}\n    {line.get('case', '')}"
+        )
+        print(line.get("traceback", ""))
+    return int(any(map(bad, lines)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
