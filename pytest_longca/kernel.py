@@ -1,5 +1,6 @@
 """Kernel: what an attention implementation declares, and how it is called."""
 
+import contextlib
 import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,19 +20,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirement:
-    """A distribution that a kernel needs (as `importlib.metadata` names it) and how to install it."""
+    """A distribution that a kernel needs (as `importlib.metadata` names it) and how to install it.
+
+    `alternatives` are other names under which the same package is published; the first that is installed counts.
+    """
 
     distribution: str
     how: str
     at_least: str | None = None
+    alternatives: tuple[str, ...] = ()
+
+    def installed(self) -> tuple[str, str] | None:
+        """The distribution that is installed and its version, or None."""
+        for name in (self.distribution, *self.alternatives):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                return name, importlib.metadata.version(name)
+        return None
 
     def missing(self) -> NotInstalled | None:
-        try:
-            version = importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
+        found = self.installed()
+        if found is None:
             return NotInstalled(f"the package {self.distribution} is not installed", self.how)
+        name, version = found
         if self.at_least and _release(version) < _release(self.at_least):
-            return NotInstalled(f"{self.distribution} is {version}, at least {self.at_least} is needed", self.how)
+            return NotInstalled(f"{name} is {version}, at least {self.at_least} is needed", self.how)
         return None
 
 
@@ -63,7 +75,10 @@ class Capabilities:
         mask = case.mask
         rules = (
             (machine.device not in self.devices, f"runs on {' or '.join(sorted(self.devices))} only"),
-            (_older(machine.capability, self.capability), f"needs compute capability {_dotted(self.capability)}, this is {_dotted(machine.capability)}"),
+            (
+                _older(machine.capability, self.capability),
+                f"needs compute capability {_dotted(self.capability)}, this is {_dotted(machine.capability)}",
+            ),
             (not self.masks & mask.forms, f"takes {' or '.join(sorted(self.masks))}, and {mask.name} has no such form"),
             (case.dtype not in self.dtypes, f"takes {', '.join(sorted(self.dtypes))}, not {case.dtype}"),
             (case.head_dim not in self.head_dims, f"head_dim {case.head_dim} is not among {_shown(self.head_dims)}"),
@@ -112,16 +127,22 @@ class Call(ABC):
 class AutogradCall(Call):
     """The usual Call: a differentiable function `(q, k, v) -> (out, lse | None)` in BSHD, and torch.autograd.grad."""
 
-    __slots__ = ("_function", "_leaves", "_out")
+    __slots__ = ("_out", "function", "leaves")
 
-    def __init__(self, function: "Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]", inputs: "Inputs", needs_backward: bool = True, **facts: str) -> None:
+    def __init__(
+        self,
+        function: "Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]",
+        inputs: "Inputs",
+        needs_backward: bool = True,
+        **facts: str,
+    ) -> None:
         super().__init__(dict(facts))
-        self._function = function
-        self._leaves = tuple(x.detach().requires_grad_(needs_backward) for x in (inputs.q, inputs.k, inputs.v))
+        self.function = function
+        self.leaves = tuple(x.detach().requires_grad_(needs_backward) for x in (inputs.q, inputs.k, inputs.v))
         self._out: Tensor | None = None
 
     def forward(self) -> "tuple[Tensor, Tensor | None]":
-        out, lse = self._function(*self._leaves)
+        out, lse = self.function(*self.leaves)
         self._out = out
         return out, lse
 
@@ -129,7 +150,7 @@ class AutogradCall(Call):
         import torch
 
         assert self._out is not None, "backward before forward"
-        return torch.autograd.grad(self._out, self._leaves, do, retain_graph=True)  # type: ignore[return-value]  # one gradient a leaf
+        return torch.autograd.grad(self._out, self.leaves, do, retain_graph=True)  # type: ignore[return-value]  # one gradient a leaf
 
 
 class Kernel(ABC):
@@ -141,6 +162,10 @@ class Kernel(ABC):
     capabilities: ClassVar[Capabilities] = Capabilities()
     deterministic: ClassVar[bool] = False
     compiles_per_shape: ClassVar[bool] = False
+    is_triton: ClassVar[bool] = False
+    """Whether it runs interpreted on a CPU, and so slowly that examples must be small there."""
+    linear_memory: ClassVar[bool] = False
+    """Whether it promises memory linear in the lengths: it is then held to that."""
     device_kernel_pattern: ClassVar[str] = ""
     """A regular expression that the profiler's name of at least one device kernel matches; another name is a silent fallback."""
 

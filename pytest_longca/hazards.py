@@ -1,0 +1,223 @@
+"""P3, P4, P6, P7, P9, P12: the same question in hostile circumstances (poisoned memory, odd layouts, again, in between others)."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import torch
+from torch import Tensor
+
+from pytest_longca.case import OPERANDS, Case, Layout, Values
+from pytest_longca.inputs import TORCH_DTYPES, Inputs, make_inputs, shapes
+from pytest_longca.judge import Result
+from pytest_longca.mask import Mask
+from pytest_longca.subject import (
+    GRADIENTS,
+    TENSORS,
+    Finding,
+    Subject,
+    as_finding,
+    finish_backward,
+    finish_forward,
+    kernel_errors,
+)
+
+BAND_BYTES = 4096
+"""Size of the poisoned band before and after each operand: more than a tile's row overrun of any head_dim here."""
+PADDING_TOKENS = 5
+"""Poisoned tokens after the last one of each batch element: odd, so that no tile ends on them."""
+RECYCLED_COPIES = 4
+"""How often each result's size is left poisoned in the allocator's free lists."""
+
+
+def poison(subject: Subject) -> list[Finding]:
+    """P3: NaN, then huge finite values, after the last token, around the operands and in recycled memory: the truth stays the same."""
+    findings = []
+    for value, name in ((float("nan"), "NaN"), (_huge(subject.case), "huge values")):
+        soil_recycled_memory(subject, value)
+        surrounded = [Surrounded(getattr(subject.inputs, operand), value, padded=True) for operand in OPERANDS]
+        result = subject.run(subject.case, Inputs(*(operand.view for operand in surrounded)))
+        findings += subject.findings("poison", result, f"with {name} around the operands and in recycled memory")
+        if findings:
+            break
+    return findings
+
+
+def _huge(case: Case) -> float:
+    return float(torch.finfo(TORCH_DTYPES[case.dtype]).max) / 2
+
+
+def soil_recycled_memory(subject: Subject, value: float) -> None:
+    """Leave blocks of each result's size, full of `value`, to the allocator: an unwritten element then shows it."""
+    sizes = shapes(subject.case)
+    dtype, device = TORCH_DTYPES[subject.case.dtype], subject.machine.device
+    blocks = [torch.full(sizes[name], value, dtype=dtype, device=device) for name in OPERANDS for _ in range(RECYCLED_COPIES)]
+    lse = (subject.case.batch, subject.case.heads_q, subject.case.seqlen_q)
+    blocks += [torch.full(lse, value, dtype=torch.float32, device=device) for _ in range(RECYCLED_COPIES)]
+    blocks.clear()
+
+
+class Surrounded:
+    """An operand's copy inside a larger buffer of one value; `view` is the operand, `damage` what happened around it."""
+
+    def __init__(self, operand: Tensor, value: float, padded: bool = False) -> None:
+        batch, seqlen, heads, width = operand.shape
+        band = BAND_BYTES // operand.element_size()
+        tokens = seqlen + (PADDING_TOKENS if padded else 0)
+        self.buffer = torch.full((2 * band + batch * tokens * heads * width,), value, dtype=operand.dtype, device=operand.device)
+        inner = self.buffer[band : band + batch * tokens * heads * width].view(batch, tokens, heads, width)
+        self.view = inner[:, :seqlen]
+        self.view.copy_(operand)
+        self._before = self.buffer.clone()
+
+    def damage(self) -> tuple[str, int] | None:
+        """Where the kernel wrote, and to how many elements: "the operand itself" or "around the operand"; None if nowhere."""
+        changed = ~((self.buffer == self._before) | (self.buffer.isnan() & self._before.isnan()))
+        if not bool(changed.any()):
+            return None
+        own = changed.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset())
+        number = int(own.sum())
+        return ("the operand itself", number) if number else ("outside the operand", int(changed.sum()))
+
+
+def guard(subject: Subject) -> list[Finding]:
+    """P4: the operands lie in larger buffers; after the call the buffers, operands included, are as they were."""
+    surrounded = {name: Surrounded(getattr(subject.inputs, name), 1.0) for name in OPERANDS}
+    subject.run(subject.case, Inputs(**{name: operand.view for name, operand in surrounded.items()}))
+    findings = []
+    for name, operand in surrounded.items():
+        if (damage := operand.damage()) is not None:
+            where, number = damage
+            findings.append(
+                Finding(
+                    "guard", name, f"the call wrote to {number} elements of {where} ({name}): operands and their surroundings are read-only"
+                )
+            )
+    return findings
+
+
+_APART = (Layout.BHSD, Layout.FUSED, Layout.OFFSET, Layout.PADDED)
+
+
+def layout(subject: Subject) -> list[Finding]:
+    """P6: four calls in which q, k, v and do have four different layouts, so that each operand has each: the truth stays the same."""
+    findings = []
+    for turn in range(len(_APART)):
+        layouts = (_APART[turn], _APART[turn - 1], _APART[turn - 2], _APART[turn - 3])
+        plain = subject.case.layouts
+        if Layout.EXPANDED in plain:  # its heads share memory, and thus values: keep it where it is
+            layouts = tuple(old if old is Layout.EXPANDED else new for old, new in zip(plain, layouts, strict=True))  # type: ignore[assignment]  # still four
+        case = replace(subject.case, layouts=layouts)
+        if subject.supports(case):
+            result = subject.run(case, make_inputs(case, subject.machine.device))
+            shown = ", ".join(f"{name} {form}" for name, form in zip(OPERANDS, layouts, strict=True))
+            findings += subject.findings("layout", result, f"with {shown}")
+    return findings
+
+
+def repeat(subject: Subject, calls: int = 3) -> list[Finding]:
+    """P7: the same call again, right every time and, where the kernel promises it, equal bit by bit."""
+    findings: list[Finding] = []
+    for number in range(2, calls + 2):
+        result = subject.run(subject.case, subject.inputs)
+        findings += _unequal(subject, "repeat", result, number) if subject.kernel.deterministic else []
+        findings += subject.findings("repeat", result, f"in call {number}, not in the first")
+        if findings:
+            break
+    return findings
+
+
+def _unequal(subject: Subject, check: str, result: Result, number: int) -> list[Finding]:
+    """Findings for each tensor whose bits differ from the first call's."""
+    findings = []
+    for name in TENSORS:
+        first, again = getattr(subject.result, name), getattr(result, name)
+        if first is None or again is None:
+            continue
+        differs = ~((first == again) | (first.isnan() & again.isnan()))
+        if bool(differs.any()):
+            largest = float((first.double() - again.double())[differs].abs().max())
+            message = (
+                f"call {number} differs from the first in {int(differs.sum())} of {differs.numel()} elements, by at most {largest:.3g}: "
+                f"{subject.kernel.name} promises the same bits every time"
+            )
+            findings.append(Finding(check, name, message))
+    return findings
+
+
+def stress(subject: Subject) -> list[Finding]:
+    """P7, long: twenty calls, each right behind a busy producer on the same device."""
+    side = 2048 if subject.machine.device == "cuda" else 128
+    noise = torch.randn((side, side), device=subject.machine.device)
+    findings: list[Finding] = []
+    for number in range(2, 22):
+        torch.mm(noise, noise)
+        result = subject.run(subject.case, subject.inputs)
+        findings += _unequal(subject, "stress", result, number) if subject.kernel.deterministic else []
+        findings += subject.findings("stress", result, f"in call {number} of 21, behind a busy producer")
+        if findings:
+            break
+    return findings
+
+
+def scale(subject: Subject) -> list[Finding]:
+    """P9: the case with every distribution of values."""
+    findings = []
+    for values in Values:
+        case = replace(subject.case, values=values)
+        if values is not subject.case.values and subject.supports(case):
+            other = subject.other(case)
+            findings += _judged("scale", other, other.result, f"with {values} values")
+    return findings
+
+
+def _judged(check: str, subject: Subject, result: Result, circumstance: str) -> list[Finding]:
+    """What the truth of the subject's own case says against a result."""
+    return [as_finding(check, verdict, circumstance) for verdict in subject.judge(result) if not verdict.ok]
+
+
+def state(subject: Subject) -> list[Finding]:
+    """P12: another case between this one's forward and backward, and between two calls: both get what they get alone."""
+    subject.result  # noqa: B018  # the first call comes before any other case
+    other = next((subject.other(case) for case in neighbours(subject.case) if subject.supports(case)), None)
+    if other is None:
+        return []
+    again, foreign = run_interleaved(subject, other)
+    circumstance = f"with another case ({other.case.id}) in between"
+    findings = subject.findings("state", again, circumstance)
+    findings += _judged("state", other, foreign, f"right after another case ({subject.case.id})")
+    if not findings:
+        findings += subject.findings("state", subject.run(subject.case, subject.inputs), f"after another case ({other.case.id})")
+    return findings
+
+
+def neighbours(case: Case) -> Iterator[Case]:
+    """Cases that a cache could take for this one: other values and another mask of the same kind, at the same or other lengths."""
+    rng = Random(case.seed)
+    steps = (0, 7, -3) if case.seed % 2 else (7, -3, 0)
+    for step in steps:
+        mask = _resampled(case.mask, rng, max(1, case.seqlen_q + step), max(1, case.seqlen_kv + step))
+        if mask is not None and mask.heads in (1, case.heads_q) and mask.batch in (1, case.batch):
+            yield replace(case, mask=mask, seed=case.seed + 1)
+    yield replace(case, seed=case.seed + 1)
+
+
+def _resampled(mask: Mask, rng: Random, seqlen_q: int, seqlen_kv: int) -> Mask | None:
+    """Another mask of the same kind, or None where the kind draws no parameters."""
+    try:
+        return type(mask).sample(rng, seqlen_q, seqlen_kv if mask.unequal_lengths else None)
+    except NotImplementedError:
+        return None
+
+
+def run_interleaved(one: Subject, two: Subject) -> tuple[Result, Result]:
+    """Bind both, then both forwards, then both backwards: what a model does that holds two layers."""
+    with kernel_errors(one.kernel.name):
+        calls = [(subject, one.kernel.bind(subject.case, subject.inputs)) for subject in (one, two)]
+        fronts = [finish_forward(subject.case, call) for subject, call in calls]
+        results = []
+        for (subject, call), (out, lse) in zip(calls, fronts, strict=True):
+            needed = subject.case.direction.needs_backward
+            grads = finish_backward(subject.case, call, subject.inputs.do) if needed else (None,) * len(GRADIENTS)
+            results.append(Result(out, lse, *grads))
+    return results[0], results[1]

@@ -1,0 +1,83 @@
+"""A failing mask as a small text picture: visible tiles, the tiles and rows that are wrong, and where the first one is. Plain ASCII."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from pytest_longca.case import Case
+    from pytest_longca.mask import Mask
+    from pytest_longca.subject import Finding
+
+WIDTH = 64
+"""Columns and rows of a picture, at most."""
+SAMPLES = 8
+"""Queries and keys looked at in each cell of a picture of a long mask, in each direction."""
+LEGEND = "# all visible, + some, . none; X wrong there"
+
+
+def draw(case: "Case", findings: Sequence["Finding"] = (), width: int = WIDTH) -> str:
+    """The case's mask where the first finding that has a place is, with all wrong rows and keys of that batch and head marked."""
+    places = [finding.place for finding in findings if finding.place]
+    first: dict[str, Any] = places[0] if places else {}
+    batch, head = int(first.get("batch") or 0), int(first.get("head") or 0)
+    here = [place for place in places if (place.get("batch") or 0, place.get("head") or 0) == (batch, head)]
+    rows = {row for place in here for row in place.get("rows") or ()}
+    keys = {key for place in here for key in place.get("keys") or ()}
+    return picture(case.mask, batch % case.mask.batch, head % case.mask.heads, rows, keys, width)
+
+
+def picture(mask: "Mask", batch: int = 0, head: int = 0, rows: Iterable[int] = (), keys: Iterable[int] = (), width: int = WIDTH) -> str:
+    """One batch and head of a mask: a character is a tile of queries and keys, `X` where a wrong row meets a wrong key.
+
+    Wrong rows alone are marked `<` at the right edge, wrong keys alone `^` below.
+
+    >>> from pytest_longca.masks.regular import Causal
+    >>> print(picture(Causal(4, 4), rows=[1], keys=[2]))
+    causal, 4 queries (down) x 4 keys, one character each: # all visible, + some, . none; X wrong there
+    #...
+    ##X. <
+    ###.
+    ####
+      ^
+    """
+    tile = max(1, -(-max(mask.seqlen_q, mask.seqlen_kv) // width))
+    density = tile_density(mask, batch, head, tile)
+    cells = [["#" if cell == 1 else "." if cell == 0 else "+" for cell in row] for row in density.tolist()]
+    bad_rows, bad_keys = sorted({row // tile for row in rows}), sorted({key // tile for key in keys})
+    for row in bad_rows:
+        for key in bad_keys:
+            cells[row][key] = "X"
+    lines = ["".join(row) + (" <" if number in bad_rows else "") for number, row in enumerate(cells)]
+    if bad_keys:
+        lines.append("".join("^" if column in bad_keys else " " for column in range(bad_keys[-1] + 1)))
+    return "\n".join([_title(mask, batch, head, tile), *lines])
+
+
+def _title(mask: "Mask", batch: int, head: int, tile: int) -> str:
+    size = "one character each" if tile == 1 else f"a character is {tile} x {tile}"
+    where = "".join(f", {name} {index}" for name, index, many in (("batch", batch, mask.batch), ("head", head, mask.heads)) if many > 1)
+    return f"{mask.name}{where}, {mask.seqlen_q} queries (down) x {mask.seqlen_kv} keys, {size}: {LEGEND}"
+
+
+def tile_density(mask: "Mask", batch: int, head: int, tile: int) -> Tensor:
+    """The visible share of each tile, `[tiles_q, tiles_kv]`, from SAMPLES x SAMPLES positions of it; exact for tiles up to that size."""
+    rows, row_tile = _positions(mask.seqlen_q, tile)
+    keys, key_tile = _positions(mask.seqlen_kv, tile)
+    b, h = torch.tensor(batch), torch.tensor(head)
+    visible = mask.predicate("cpu")(b, h, rows[:, None], keys[None, :]).expand(len(rows), len(keys)).double()
+    shape = (-(-mask.seqlen_q // tile), -(-mask.seqlen_kv // tile))
+    sums = torch.zeros(shape, dtype=torch.float64)
+    index = (row_tile[:, None].expand_as(visible), key_tile[None, :].expand_as(visible))
+    counts = torch.zeros_like(sums).index_put_(index, torch.ones_like(visible), accumulate=True)
+    return sums.index_put_(index, visible, accumulate=True) / counts.clamp(min=1)
+
+
+def _positions(seqlen: int, tile: int) -> tuple[Tensor, Tensor]:
+    """The positions that are looked at, first and last of each tile among them, and the tile of each."""
+    within = torch.linspace(0, tile - 1, min(tile, SAMPLES)).round().long()
+    positions = (torch.arange(0, max(seqlen, 1), tile)[:, None] + within).flatten()
+    positions = positions[positions < seqlen]
+    return positions, positions // tile

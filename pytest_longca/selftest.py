@@ -1,0 +1,87 @@
+"""The checker checked: every fault model planted into Naive-Torch on this machine, and what the default checks say about it."""
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, Phase, given, settings
+
+from pytest_longca.case import Case
+from pytest_longca.checknames import GROUPS
+from pytest_longca.checks import Verification, verify
+from pytest_longca.errors import CheckFailed
+from pytest_longca.faults import FAULTS, Fault
+from pytest_longca.kernel import Kernel
+from pytest_longca.machine import CPU, Machine
+from pytest_longca.outcome import Passed
+from pytest_longca.strategies import MaskClass, cases, mask_class, probe_cases
+
+EXAMPLES = 50
+"""Examples drawn for a fault that the probes do not see: what a run by default draws for each cell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Catch:
+    """What became of a planted fault: the check that caught it (None: it was missed), what that said, on which case, after how long."""
+
+    fault: Fault
+    check: str | None
+    message: str
+    case: str
+    num_cases: int
+    seconds: float
+
+    def __str__(self) -> str:
+        if self.check is None:
+            return f"{self.fault.name}: MISSED by {self.num_cases} cases ({self.fault.description})"
+        return f"{self.fault.name}: {self.check}, case {self.num_cases}, {self.seconds:.2f} s: {self.message}"
+
+
+def selftest(faults: Iterable[Fault] = (), machine: Machine = CPU) -> Iterator[Catch]:
+    """Plant each fault (all of them by default) and hunt it with the default checks."""
+    for fault in faults or FAULTS.values():
+        yield hunt(fault, machine)
+
+
+def hunt(fault: Fault, machine: Machine = CPU, examples: int = EXAMPLES) -> Catch:
+    """Judge a planted fault as the suite judges a kernel: probes first, then drawn examples, until something is wrong."""
+    from pytest_longca.kernels.naive import Naive
+
+    kernel = fault.plant(Naive())
+    start, number = time.perf_counter(), 0
+    for number, (case, verification) in enumerate(_judged(kernel, mask_class(fault.mask), machine, examples), 1):
+        if not isinstance(verification.outcome, Passed):
+            check = verification.findings[0].check if verification.findings else verification.outcome.kind
+            message = str(verification.findings[0]) if verification.findings else str(verification.outcome)
+            return Catch(fault, check, message, case.id, number, time.perf_counter() - start)
+    return Catch(fault, None, "", "", number, time.perf_counter() - start)
+
+
+def _judged(kernel: Kernel, mask: MaskClass, machine: Machine, examples: int) -> Iterator[tuple[Case, Verification]]:
+    for case in probe_cases(mask, kernel, machine):
+        yield case, verify(kernel, case, machine, GROUPS["probes"])
+    yield from _examples(kernel, mask, machine, examples)
+
+
+def _examples(kernel: Kernel, mask: MaskClass, machine: Machine, examples: int) -> list[tuple[Case, Verification]]:
+    """Drawn examples up to the first that is not right. The same ones every time; nothing is shrunk."""
+    seen: list[tuple[Case, Verification]] = []
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases([mask], kernel, machine))
+    def run(case: Case) -> None:
+        seen.append((case, verify(kernel, case, machine, GROUPS["default"])))
+        if not isinstance(seen[-1][1].outcome, Passed):
+            raise CheckFailed(case.id)
+
+    with contextlib.suppress(CheckFailed):
+        run()
+    return seen

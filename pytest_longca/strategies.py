@@ -1,0 +1,248 @@
+"""Cases drawn by Hypothesis, and the fixed cases of the exact probes. Only integers and a seed are drawn, never tensors.
+
+@given(strategies.cases(masks=["causal_document"], kernel=kernel))
+def test_it(case): ...
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from math import isqrt
+from random import Random
+from typing import Any
+
+from hypothesis import reject
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from pytest_longca.case import DTYPES, Case, Direction, Layout, Values
+from pytest_longca.catalogue import MASKS, load
+from pytest_longca.errors import InvalidArgument, unknown_name
+from pytest_longca.kernel import Capabilities, Kernel
+from pytest_longca.machine import CPU, Machine
+from pytest_longca.mask import Form, Mask
+
+TILE_EDGES = tuple(tile + step for tile in (16, 32, 64, 128) for step in (-1, 0, 1))
+"""Lengths where tiles begin and end."""
+EDGE_WEIGHT = 4
+"""How often each edge is repeated after the plain lengths: with 160 tokens, a third of all lengths then lie at an edge."""
+COMPILED_LENGTHS = (17, 64, 129)
+"""The lengths of a kernel that compiles for each shape, on a GPU: a compile takes seconds."""
+GROUPS = (1, 2, 3, 7)
+HEADS_KV = (1, 2, 3)
+HEAD_DIMS = (16, 24, 32, 40, 56, 64, 72, 96, 128)
+"""Even and odd multiples of 8."""
+SCALES = (0.0, 0.0, 0.37)
+"""The usual scale, mostly (0 is head_dim ** -0.5), and one that no kernel has built in."""
+SCORES = 160_000
+"""How many scores (batch * heads_q * seqlen_q * seqlen_kv) an example holds: a few milliseconds for naive on one core."""
+INTERPRETED_SCORES = 4_000
+"""The same for a Triton kernel on the CPU, where one 16 x 16 tile takes milliseconds."""
+KERNEL_BLOCKS = (64, 128)
+"""Block sizes of the kernels that take only one."""
+MOST_BLOCKS = 4
+PROBE_LENGTHS = tuple(range(12, 21))
+PROBE_EDGES = (65, 129)
+
+MaskClass = type[Mask]
+
+
+def cases(
+    masks: Sequence[str | MaskClass] | None = None,
+    kernel: Kernel | None = None,
+    machine: Machine = CPU,
+    *,
+    max_seqlen: int = 160,
+    dtypes: Sequence[str] = ("fp32", "bf16", "fp16"),
+    values: Sequence[Values] = tuple(Values),
+    layouts: Sequence[Layout] = tuple(Layout),
+    directions: Sequence[Direction] = (Direction.FWD_BWD,),
+) -> SearchStrategy[Case]:
+    """Cases that the kernel supports on the machine: awkward lengths, documents, head groups, head dims, dtypes, layouts and values.
+
+    `masks` are names or classes, all built-in ones if None. With a kernel, what it cannot do is not drawn. Shrinks to few heads, short
+    sequences, contiguous normal fp32 operands. Raises InvalidArgument if nothing is left to draw.
+    """
+    classes = [mask_class(mask) for mask in (MASKS if masks is None else masks)]
+    if max_seqlen < 1:
+        raise InvalidArgument(f"max_seqlen is {max_seqlen}: it must be at least 1")
+    pools = _Pools(kernel, machine, max_seqlen, dtypes, values, layouts, directions)
+    return _cases(classes, pools)
+
+
+def mask_class(mask: str | MaskClass) -> MaskClass:
+    """The class of a built-in mask's name; a class is itself. Raises InvalidArgument for an unknown name."""
+    if not isinstance(mask, str):
+        return mask
+    if mask not in MASKS:
+        raise unknown_name("mask", mask, MASKS)
+    return load(MASKS[mask])  # type: ignore[no-any-return]  # a "module:attribute" string
+
+
+class _Pools:
+    """What can be drawn for a kernel: each pool's first entry is the plainest, towards which cases shrink."""
+
+    def __init__(
+        self,
+        kernel: Kernel | None,
+        machine: Machine,
+        max_seqlen: int,
+        dtypes: Sequence[str],
+        values: Sequence[Values],
+        layouts: Sequence[Layout],
+        directions: Sequence[Direction],
+    ) -> None:
+        can = kernel.capabilities if kernel else Capabilities(empty_sequences=True)
+        self.kernel = kernel
+        self.machine = machine
+        self.max_seqlen = max_seqlen
+        self.values, self.layouts = tuple(values), tuple(layouts)
+        self.dtypes = _some("dtype", [dtype for dtype in DTYPES if dtype in dtypes and dtype in can.dtypes], kernel, dtypes)
+        self.head_dims = [dim for dim in HEAD_DIMS if dim in can.head_dims] or [can.head_dims[0]]
+        self.groups = GROUPS if can.gqa else (1,)
+        self.unequal_head_dims = can.unequal_head_dims
+        self.shortest = 0 if can.empty_sequences else 1
+        wanted = [d for d in directions if can.backward or not d.needs_backward] or [Direction.FWD]
+        self.directions = wanted
+        self.is_compiled = kernel is not None and kernel.compiles_per_shape and machine.device == "cuda"
+        self.scores = INTERPRETED_SCORES if kernel is not None and kernel.is_triton and machine.device == "cpu" else SCORES
+
+
+def _some(what: str, left: list[Any], kernel: Kernel | None, wanted: Sequence[Any]) -> list[Any]:
+    if left:
+        return left
+    who = f"kernel {kernel.name}" if kernel else "any case"
+    raise InvalidArgument(f"no {what} is left to draw: {who} takes none of {', '.join(map(str, wanted))}")
+
+
+@st.composite
+def _cases(draw: DrawFn, classes: list[MaskClass], pools: _Pools) -> Case:
+    cls = draw(st.sampled_from(classes))
+    group, heads_kv = draw(st.sampled_from(pools.groups)), draw(st.sampled_from(HEADS_KV))
+    batch = draw(st.integers(1, 3))
+    longest = min(pools.max_seqlen, max(1, isqrt(pools.scores // (batch * group * heads_kv))))
+    mask = _draw_mask(draw, cls, pools, longest)
+    if mask.heads > 1:
+        heads_kv, group = split_heads(mask.heads, group)
+    head_dim = draw(st.sampled_from(pools.head_dims))
+    case = Case(
+        mask=mask,
+        batch=mask.batch if mask.batch > 1 else batch,
+        heads_q=heads_kv * group,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=draw(st.sampled_from([head_dim, *pools.head_dims])) if pools.unequal_head_dims else head_dim,
+        dtype=draw(st.sampled_from(pools.dtypes)),
+        direction=draw(st.sampled_from(pools.directions)),
+        scale=draw(st.sampled_from(SCALES)),
+        values=draw(st.sampled_from(pools.values)),
+        layouts=draw(st.tuples(*[st.sampled_from(pools.layouts)] * 4)),
+        seed=draw(st.integers(0, 2**16)),
+    )
+    return _supported(case, pools.kernel, pools.machine)
+
+
+def _draw_mask(draw: DrawFn, cls: MaskClass, pools: _Pools, longest: int) -> Mask:
+    """A mask by its own `sample`, whose random numbers Hypothesis draws and shrinks."""
+    seqlen = draw(_lengths(pools, longest))
+    sizes = {}
+    if cls.unequal_lengths and draw(st.integers(0, 2)) == 2:
+        sizes["seqlen_kv"] = draw(_lengths(pools, longest))
+    rng = draw(st.randoms(use_true_random=False))
+    if Form.BLOCK_MAP in cls.forms:  # such a mask needs at least one token
+        seqlen, sizes = max(1, seqlen), {name: max(1, size) for name, size in sizes.items()}
+    return cls.sample(rng, seqlen, **sizes)
+
+
+def _lengths(pools: _Pools, longest: int) -> SearchStrategy[int]:
+    """Lengths from one integer range, so that they shrink across: plain ones first, then the tile edges, repeated."""
+    if pools.is_compiled:
+        return st.sampled_from(COMPILED_LENGTHS)
+    edges = [edge for edge in TILE_EDGES if edge <= longest] * EDGE_WEIGHT
+    return st.integers(pools.shortest, longest + len(edges)).map(lambda n: n if n <= longest else edges[n - longest - 1])
+
+
+def split_heads(heads_q: int, group: int) -> tuple[int, int]:
+    """`(heads_kv, group)` for a mask that fixes the query heads: the wanted group if it divides them."""
+    return (heads_q // group, group) if heads_q % group == 0 else (heads_q, 1)
+
+
+def _supported(case: Case, kernel: Kernel | None, machine: Machine) -> Case:
+    """The case, or the first plainer one that the kernel supports."""
+    if kernel is None:
+        return case
+    found = next((plain for plain in _candidates(case) if kernel.supports(plain, machine) is None), None)
+    return found if found is not None else reject()
+
+
+def _candidates(case: Case) -> Iterator[Case]:
+    yield from plainer(case)
+    if Form.BLOCK_MAP in case.mask.forms:
+        for mask in tiled_masks(type(case.mask), 1 + case.seqlen_q % MOST_BLOCKS, case.heads_q, case.group, case.seed):
+            yield from plainer(replace(case, mask=mask))
+
+
+def tiled_masks(cls: MaskClass, num_blocks: int, heads: int, group: int, seed: int) -> Iterator[Mask]:
+    """Block masks in the block sizes that hardware kernels are built for, a map for each group of query heads."""
+    for size in KERNEL_BLOCKS:
+        yield cls.default(size * num_blocks, seed, block_size=size, heads=heads, group=group)  # type: ignore[call-arg]  # block masks take these
+
+
+def plainer(case: Case) -> Iterator[Case]:
+    """The case, then the same with less and less that a kernel could refuse."""
+    yield case
+    steps: tuple[dict[str, Any], ...] = (
+        {"layouts": (Layout.CONTIGUOUS,) * 4},
+        {"scale": 0.0},
+        {"head_dim_v": case.head_dim},
+        {"head_dim": 64, "head_dim_v": 64, "scale": 0.0},
+        {"head_dim": 128, "head_dim_v": 128, "scale": 0.0},
+        {"direction": Direction.FWD},
+        {"heads_kv": case.heads_q},
+    )
+    for step in steps:
+        case = replace(case, **step)
+        yield case
+
+
+def probe_cases(mask: str | MaskClass, kernel: Kernel, machine: Machine = CPU) -> list[Case]:
+    """The cases of the exact probes on a mask: every length from 12 to 20, twice, and lengths around tile edges; those the kernel supports.
+
+    The same ones every time. Where the mask allows it, the second of each length has another number of keys.
+    """
+    cls = mask_class(mask)
+    candidates = [_probe_case(value, kernel, machine, seed) for seed, value in enumerate(_probe_masks(cls, kernel, machine))]
+    found = [case for case in candidates if case is not None]
+    if not found and Form.BLOCK_MAP in cls.forms:
+        tiled = [value for blocks in range(1, MOST_BLOCKS + 1) for value in tiled_masks(cls, blocks, 2, 1, blocks)]
+        found = [case for seed, value in enumerate(tiled) if (case := _probe_case(value, kernel, machine, seed)) is not None]
+    return found
+
+
+def _probe_masks(cls: MaskClass, kernel: Kernel, machine: Machine) -> Iterator[Mask]:
+    lengths = COMPILED_LENGTHS if kernel.compiles_per_shape and machine.device == "cuda" else PROBE_LENGTHS + PROBE_EDGES
+    for number, seqlen in enumerate(seqlen for seqlen in lengths for _ in range(2)):
+        rng = Random(f"{cls.name}:{number}")
+        sizes = {"seqlen_kv": rng.choice(lengths)} if number % 2 and cls.unequal_lengths else {}
+        yield cls.sample(rng, seqlen, **sizes)
+
+
+def _probe_case(mask: Mask, kernel: Kernel, machine: Machine, seed: int) -> Case | None:
+    """The first form of a probe case that the kernel supports: both passes before one, grouped heads before equal, fp32 before half."""
+    for direction, group, dtype, head_dim in product(
+        (Direction.FWD_BWD, Direction.FWD), (3, 2, 1), ("fp32", "bf16", "fp16"), (32, 64, 128)
+    ):
+        heads_kv, group = split_heads(mask.heads, group) if mask.heads > 1 else (2, group)
+        case = Case(
+            mask=mask,
+            batch=max(2, mask.batch),
+            heads_q=heads_kv * group,
+            heads_kv=heads_kv,
+            head_dim=head_dim,
+            dtype=dtype,
+            direction=direction,
+            seed=seed,
+        )
+        if kernel.supports(case, machine) is None:
+            return case
+    return None

@@ -1,0 +1,188 @@
+"""Subject: a kernel on a case on a machine, its clean result and the truth, each computed once; what every check is handed."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_longca.case import Case
+from pytest_longca.errors import CheckFailed, DidNotRun
+from pytest_longca.inputs import TORCH_DTYPES, Inputs, make_inputs, shapes
+from pytest_longca.judge import Result, Verdict, judge
+from pytest_longca.kernel import Call, Kernel
+from pytest_longca.machine import Machine
+from pytest_longca.outcome import Crashed, Outcome, OutOfMemory
+from pytest_longca.reference import Reference, cached_reference
+
+TENSORS = ("out", "lse", "dq", "dk", "dv")
+GRADIENTS = ("dq", "dk", "dv")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a check found wrong: in which tensor, where, how much over the limit (None for an exact check), in words."""
+
+    check: str
+    tensor: str
+    message: str
+    place: dict[str, Any] | None = None
+    error_over_limit: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.tensor}: {self.message}"
+
+
+class Malformed(CheckFailed):
+    """A kernel returned something that is no result: the wrong shape, dtype or type."""
+
+    def __init__(self, tensor: str, message: str) -> None:
+        super().__init__(f"{tensor}: {message}")
+        self.tensor = tensor
+        self.message = message
+
+
+class Subject:
+    """A kernel on one case. `run` calls the kernel on any inputs of any case; the properties are this case's own."""
+
+    def __init__(self, kernel: Kernel, case: Case, machine: Machine) -> None:
+        self.kernel = kernel
+        self.case = case
+        self.machine = machine
+        self.facts: dict[str, str] = {}
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """The case's own operands."""
+        return make_inputs(self.case, self.machine.device)
+
+    @cached_property
+    def reference(self) -> Reference:
+        """The truth about the case."""
+        return cached_reference(self.case, self.inputs, self.machine.device)
+
+    @cached_property
+    def result(self) -> Result:
+        """What the kernel gave the first time, in ordinary memory."""
+        return self.run(self.case, self.inputs)
+
+    def other(self, case: Case) -> "Subject":
+        """The same kernel on another case."""
+        return Subject(self.kernel, case, self.machine)
+
+    def supports(self, case: Case) -> bool:
+        """Whether the kernel declares that it can do the case on this machine."""
+        return self.kernel.supports(case, self.machine) is None
+
+    def run(self, case: Case, inputs: Inputs) -> Result:
+        """Bind, forward and, where the case has one, backward. Raises DidNotRun or Malformed, nothing else."""
+        with kernel_errors(self.kernel.name):
+            call = self.kernel.bind(case, inputs)
+            out, lse = finish_forward(case, call)
+            grads = finish_backward(case, call, inputs.do) if case.direction.needs_backward else (None, None, None)
+            if self.machine.device == "cuda":
+                torch.cuda.synchronize()
+        self.facts.update(call.facts)
+        return Result(out, lse, *grads)
+
+    def judge(self, result: Result) -> list[Verdict]:
+        """The verdicts on a result of this case's own values."""
+        return judge(self.case, self.inputs, self.reference, result)
+
+    def findings(self, check: str, result: Result, circumstance: str) -> list[Finding]:
+        """What the truth says against a result that was had under a circumstance; none if it equals the clean one bit by bit."""
+        if same_bits(result, self.result):
+            return []
+        return [as_finding(check, verdict, circumstance) for verdict in self.judge(result) if not verdict.ok]
+
+
+def as_finding(check: str, verdict: Verdict, circumstance: str = "") -> Finding:
+    """A verdict that is not ok, as a finding of a check."""
+    message = f"{circumstance}: {verdict.message}" if circumstance else verdict.message
+    return Finding(check, verdict.tensor, message, verdict.to_json().get("place"), verdict.error_over_limit)
+
+
+def same_bits(one: Result, two: Result) -> bool:
+    """Whether two results are equal in every bit that counts (NaN equals NaN: the same failure is no news)."""
+    return all(_same(getattr(one, name), getattr(two, name)) for name in TENSORS)
+
+
+def _same(one: Tensor | None, two: Tensor | None) -> bool:
+    if one is None or two is None:
+        return one is two
+    return torch.equal(one, two) or bool(((one == two) | (one.isnan() & two.isnan())).all())
+
+
+def finish_forward(case: Case, call: Call) -> tuple[Tensor, Tensor | None]:
+    """The call's forward, checked for form."""
+    answer = call.forward()
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise Malformed("out", f"forward returned {_what(answer)}: it must return (out, lse or None)")
+    out, lse = answer
+    _check_form("out", out, shapes(case)["do"], (TORCH_DTYPES[case.dtype],))
+    if lse is not None:
+        _check_form("lse", lse, (case.batch, case.heads_q, case.seqlen_q), (torch.float32, torch.float64))
+    return out.detach(), None if lse is None else lse.detach()
+
+
+def finish_backward(case: Case, call: Call, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The call's backward, checked for form."""
+    grads = call.backward(do)
+    if not isinstance(grads, tuple | list) or len(grads) != 3:
+        raise Malformed("dq", f"backward returned {_what(grads)}: it must return (dq, dk, dv)")
+    expected = shapes(case)
+    for name, grad in zip(GRADIENTS, grads, strict=True):
+        _check_form(name, grad, expected[name[1:]], (TORCH_DTYPES[case.dtype],))
+    return grads[0], grads[1], grads[2]
+
+
+def _check_form(name: str, value: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(value, Tensor):
+        raise Malformed(name, f"the kernel returned {_what(value)} where a tensor of shape {list(shape)} is due")
+    if tuple(value.shape) != shape:
+        raise Malformed(name, f"has shape {list(value.shape)}, due is {list(shape)} ({_AXES[name]})")
+    if value.dtype not in dtypes:
+        raise Malformed(name, f"has dtype {value.dtype}, due is {' or '.join(map(str, dtypes))}")
+
+
+_AXES = {
+    "out": "batch, seqlen_q, heads_q, head_dim_v",
+    "lse": "batch, heads_q, seqlen_q",
+    "dq": "batch, seqlen_q, heads_q, head_dim",
+    "dk": "batch, seqlen_kv, heads_kv, head_dim",
+    "dv": "batch, seqlen_kv, heads_kv, head_dim_v",
+}
+
+
+def _what(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+@contextmanager
+def kernel_errors(kernel: str) -> Iterator[None]:
+    """Turns whatever a kernel raises into DidNotRun with its outcome; what already is one, and Malformed, pass."""
+    try:
+        yield
+    except (DidNotRun, Malformed):
+        raise
+    except Exception as error:
+        raise DidNotRun(_outcome_of(kernel, error)) from error
+
+
+def _outcome_of(kernel: str, error: Exception) -> Outcome:
+    first_line = str(error).strip().split("\n", 1)[0]
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or _is_host_out_of_memory(error):
+        return OutOfMemory(first_line or type(error).__name__)
+    frames = "".join(traceback.format_exception(error, limit=-4))
+    return Crashed(f"{kernel} raised {type(error).__name__}: {first_line}", frames)
+
+
+def _is_host_out_of_memory(error: Exception) -> bool:
+    # torch's host allocator raises a plain RuntimeError: its text is all there is.
+    return type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)
