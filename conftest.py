@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["pytester"]
-
 HAS_GPU = Path("/dev/nvidiactl").exists()
 
 if not HAS_GPU:

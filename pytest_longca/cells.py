@@ -1,11 +1,12 @@
 """Cells: which kernel meets which mask, on which cases, and how tests are parametrized with them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_longca.case import Case, Direction
+from pytest_longca.mask import TimedShape
 from pytest_longca.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -14,22 +15,23 @@ if TYPE_CHECKING:
 TYPICAL_SEQLEN = 256
 
 
-def typical_cases(session: "Session", kernel: str, mask: str) -> Iterable[Case]:
-    """Cases that stand for a cell: if the kernel refuses all of them, it takes none. Each dtype, pass and head dimension in turn."""
-    value = session.catalogue.mask(mask).default(TYPICAL_SEQLEN, seed=0)
-    for dtype in session.options.chosen("dtypes", session.machine.device):
-        for head_dim in session.options.chosen("head_dims", session.machine.device):
-            for direction in (Direction.FWD_BWD, Direction.FWD):
-                heads = value.heads
-                yield Case(mask=value, heads_q=heads, heads_kv=heads, head_dim=head_dim, dtype=dtype, direction=direction)
+def typical_cases(session: "Session", mask: str) -> Iterator[Case]:
+    """Cases that stand for a cell: a kernel that refuses all of them takes none. Sizes, dtypes, passes and head counts in turn."""
+    for heads_q, heads_kv in ((2, 1), (2, 2)):
+        for value in session.catalogue.mask(mask).timed(TYPICAL_SEQLEN, _shape(session, heads_q, heads_kv)):
+            for dtype in session.options.chosen("dtypes", session.machine.device):
+                for head_dim in session.options.chosen("head_dims", session.machine.device):
+                    for direction in (Direction.FWD_BWD, Direction.FWD):
+                        sizes: dict[str, Any] = {"heads_q": heads_q, "heads_kv": heads_kv, "head_dim": head_dim}
+                        yield Case(mask=value, dtype=dtype, direction=direction, **sizes)
 
 
-def timed_cases(session: "Session", mask: str) -> Iterable[Case]:
+def timed_cases(session: "Session", mask: str) -> Iterator[Case]:
     """The cases of a mask that are timed: every asked-for length, head count, head dimension and dtype, in every pass."""
     options, device = session.options, session.machine.device
     for seqlen in options.chosen("seqlens", device):
         for heads_q, heads_kv in options.chosen("heads", device):
-            for value in timed_masks(session, mask, seqlen, heads_q):
+            for value in session.catalogue.mask(mask).timed(seqlen, _shape(session, heads_q, heads_kv)):
                 for head_dim in options.chosen("head_dims", device):
                     for direction in options.passes:
                         yield Case(
@@ -43,15 +45,9 @@ def timed_cases(session: "Session", mask: str) -> Iterable[Case]:
                         )
 
 
-def timed_masks(session: "Session", mask: str, seqlen: int, heads_q: int) -> Iterable[Any]:
-    """The masks of one kind that are timed at one length; block masks at every block size and density."""
-    return session.catalogue.mask(mask).timed(
-        seqlen,
-        heads=heads_q,
-        seed=session.options.seed,
-        block_sizes=session.options.block_sizes,
-        densities=session.options.densities,
-    )
+def _shape(session: "Session", heads_q: int, heads_kv: int) -> TimedShape:
+    options = session.options
+    return TimedShape(heads_q, heads_kv, options.seed, session.lengths, options.block_sizes, options.densities)
 
 
 def parametrize(metafunc: pytest.Metafunc, wanted: Sequence[str], session: "Session") -> None:
@@ -82,12 +78,8 @@ def _timed_rows(session: "Session") -> Iterable[Any]:
 
 def _replayed_rows(session: "Session") -> Iterable[Any]:
     """(kernel name, case id) of --longca-case, for the suite."""
-    from pytest_longca.ids import parse_case
-
-    if session.options.case is None:
-        return
-    case = parse_case(session.options.case, session.catalogue.masks())
-    for kernel in session.kernels:
+    case = session.replayed
+    for kernel in session.kernels if case else ():
         yield pytest.param(kernel, case.id, id=f"{kernel}-{case.id}", marks=_refused(session.refusal(kernel, case)))
 
 

@@ -44,7 +44,7 @@ class Collector:
         from pytest_longca.report.terminal import render
 
         terminalreporter.section("longca")
-        terminalreporter.write_line(render(self.records, width=terminalreporter._tw.fullwidth, color=terminalreporter.hasmarkup))
+        terminalreporter.write_line(render(self.records, terminalreporter._tw.fullwidth, terminalreporter.hasmarkup))
         if self._writer:
             terminalreporter.write_line(self._writer.notice or f"records: {self._writer.path}")
             self._writer.close()

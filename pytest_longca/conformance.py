@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
+from pytest_longca.checknames import select_checks
 from pytest_longca.collector import PROPERTY
 from pytest_longca.outcome import (
     Crashed,
@@ -52,9 +53,9 @@ def run_probes(item: pytest.Item, session: "Session", kernel: str, mask: str) ->
     """Judge the exact probes of a cell; the first case that is not right ends it."""
     from pytest_longca.strategies import probe_cases
 
-    findings = Findings()
+    findings, checks = Findings(), select_checks(session.options.checks, "probes")
     for case in probe_cases(session.catalogue.mask(mask), session.catalogue.kernel(kernel), session.machine):
-        verification = session.verify(kernel, case, ("probes",))
+        verification = session.verify(kernel, case, checks)
         findings.add(case, verification)
         if not isinstance(verification.outcome, Passed):
             finish(item, session, "probes", kernel, case, verification, findings)
@@ -64,7 +65,7 @@ def run_probes(item: pytest.Item, session: "Session", kernel: str, mask: str) ->
 def run_case(item: pytest.Item, session: "Session", kernel: str, case: "Case") -> None:
     """Replay one case with every check that was asked for."""
     findings = Findings()
-    verification = session.verify(kernel, case)
+    verification = session.verify(kernel, case, select_checks(session.options.checks))
     findings.add(case, verification)
     finish(item, session, "case", kernel, case, verification, findings)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pytest_longca.checknames import GROUPS, select_checks
 from pytest_longca.errors import InvalidArgument, unknown_name
 
 SUFFIXES = {"": 1, "k": 1024, "m": 1024**2}
@@ -132,6 +133,12 @@ def text(value: str) -> str:
     return value
 
 
+def checks(value: str) -> tuple[str, ...]:
+    """Names of checks and groups of checks, that exist."""
+    select_checks(names(value))
+    return names(value)
+
+
 def among(kind: str, *known: str) -> Callable[[str], tuple[str, ...]]:
     """A parser of comma-separated names that must be among `known`."""
 
@@ -245,7 +252,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("list", text, "print which kernel takes which mask, and why not; run nothing", is_flag=True),
     Option("preset", one_of("preset", *PRESETS), f"how much to run: {', '.join(PRESETS)}", "NAME", "default"),
     Option("examples", count, "Hypothesis examples for each kernel and mask", "N"),
-    Option("checks", names, "checks to run, by name, or default, thorough", "NAMES", "default"),
+    Option("checks", checks, f"checks to run, by name or group ({', '.join(GROUPS)})", "NAMES", "default"),
     Option("seqlens", lengths, "sequence lengths that are timed, such as 1k,8k", "LENGTHS"),
     Option("heads", heads, "query:key/value heads that are timed, such as 64:8,64:64", "PAIRS"),
     Option("head-dims", counts, "head dimensions that are timed, such as 64,128", "DIMS"),

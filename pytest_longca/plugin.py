@@ -73,11 +73,13 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 class SuiteDirectory(pytest.Directory):
-    """The shipped suite; its node ids start with `longca/`, wherever the package lies."""
+    """The shipped suite; its node ids start with `longca/`, wherever the package lies. A replayed case is all that runs."""
 
     def collect(self) -> Iterable[pytest.Collector]:
+        is_replay = self.config.stash[OPTIONS_KEY].case is not None
         for path in sorted(self.path.glob("test_*.py")):
-            yield SuiteModule.from_parent(self, path=path, nodeid=f"longca/{path.name}")
+            if (path.name == "test_case.py") == is_replay:
+                yield SuiteModule.from_parent(self, path=path, nodeid=f"longca/{path.name}")
 
 
 class SuiteModule(pytest.Module):
@@ -94,7 +96,7 @@ def session_of(config: pytest.Config) -> "Session":
     if SESSION_KEY not in config.stash:
         session = Session(config.stash[OPTIONS_KEY], config.pluginmanager)
         try:
-            _ = session.kernels, session.masks
+            _ = session.kernels, session.masks, session.lengths, session.replayed
         except LongcaError as error:
             raise pytest.UsageError(str(error)) from None
         config.stash[SESSION_KEY] = session

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import FlakyFailure
 
+from pytest_longca.checknames import select_checks
 from pytest_longca.conformance import Findings, finish, finish_cell
 from pytest_longca.errors import CheckFailed
 from pytest_longca.outcome import Crashed, Passed, TimedOut, Wrong
@@ -28,6 +29,7 @@ class Search:
     def __init__(self, session: "Session", kernel: str) -> None:
         self._session = session
         self._kernel = kernel
+        self._checks = select_checks(session.options.checks, "examples")
         self._seen: dict[str, Verification] = {}
         self._left: dict[type, int] = {Crashed: RESTARTS, TimedOut: HANGS}
         self.findings = Findings()
@@ -46,7 +48,7 @@ class Search:
             return self._seen[case.id]
         if self.failed and not self._left.get(type(self.failed[1].outcome), 1):
             return None
-        verification = self._session.verify(self._kernel, case)
+        verification = self._session.verify(self._kernel, case, self._checks)
         kind = type(verification.outcome)
         if kind in self._left:
             self._left[kind] -= 1

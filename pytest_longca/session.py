@@ -17,6 +17,7 @@ from pytest_longca.workers import Executor, InProcess, Worker
 if TYPE_CHECKING:
     from pytest_longca.case import Case
     from pytest_longca.checks import Verification
+    from pytest_longca.sampling import LengthSource
 
 KEY = pytest.StashKey["Session"]()
 
@@ -48,6 +49,26 @@ class Session:
         return select("mask", self.options.masks, self.catalogue.mask_names, self.catalogue.mask_groups)
 
     @functools.cached_property
+    def lengths(self) -> "LengthSource | None":
+        """The user's own document lengths; None for the built-in histograms. Raises InvalidArgument if the file is not right."""
+        from pytest_longca.sampling import read_lengths
+
+        return read_lengths(self.options.lengths) if self.options.lengths else None
+
+    @functools.cached_property
+    def replayed(self) -> "Case | None":
+        """The case of --longca-case. Raises InvalidArgument, pointing at the place, if the id is malformed."""
+        from pytest_longca.errors import InvalidArgument
+        from pytest_longca.ids import parse_case
+
+        if self.options.case is None:
+            return None
+        try:
+            return parse_case(self.options.case, self.catalogue.masks())
+        except InvalidArgument as error:
+            raise InvalidArgument(f"--longca-case: {error}") from None
+
+    @functools.cached_property
     def machine(self) -> Machine:
         """The machine as a worker sees it; this process never initialises CUDA."""
         fields = self.call("machine", {"op": "machine"})
@@ -71,11 +92,11 @@ class Session:
         """A worker's answer. Raises DidNotRun(Crashed | TimedOut)."""
         return self.executor(kernel).call(request, self.options.timeout)
 
-    def verify(self, kernel: str, case: "Case", checks: Iterable[str] | None = None) -> "Verification":
+    def verify(self, kernel: str, case: "Case", checks: Iterable[str]) -> "Verification":
         """Run the case and the checks in a worker. A crash or a hang is the verification's outcome."""
         from pytest_longca.checks import Verification
 
-        request = {"op": "verify", "kernel": kernel, "case": case.id, "checks": list(self.options.checks if checks is None else checks)}
+        request = {"op": "verify", "kernel": kernel, "case": case.id, "checks": list(checks)}
         try:
             return Verification.from_json(self.call(kernel, request))
         except DidNotRun as stopped:
@@ -90,8 +111,14 @@ class Session:
         """Why the kernel takes no case of that mask at all on this machine, or None."""
         from pytest_longca.cells import typical_cases
 
-        refusals = [self.refusal(kernel, case) for case in typical_cases(self, kernel, mask)]
-        return next(iter(refusals)) if all(refusals) else None
+        if missing := self.catalogue.kernel(kernel).missing():
+            return missing
+        refusals = []
+        for case in typical_cases(self, mask):
+            refusals.append(self.refusal(kernel, case))
+            if refusals[-1] is None:
+                return None
+        return refusals[0]
 
     def close(self) -> None:
         """End all workers."""

@@ -1,0 +1,90 @@
+"""A way to run pytest with the plugin in a directory of its own."""
+
+from collections.abc import Callable
+
+import pytest
+import torch  # before pytester takes its snapshot of sys.modules: torch cannot be imported twice in one process
+import torch.nn.attention.flex_attention  # noqa: F401
+
+KERNELS = '''
+"""Kernels that misbehave, each a correct one with one change."""
+
+import ctypes
+import time
+
+import torch
+
+from pytest_longca.kernel import AutogradCall, Kernel
+from pytest_longca.kernels.naive import Naive
+
+
+class ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 1.05
+
+
+class WrongDk(Naive):
+    name = "wrong_dk"
+
+    def bind(self, case, inputs):
+        call = super().bind(case, inputs)
+        function = call.function
+        call.function = lambda q, k, v: function(q, ScaleGradient.apply(k), v)
+        return call
+
+
+class Crashing(Naive):
+    name = "crashing"
+
+    def bind(self, case, inputs):
+        if case.seqlen_q > 15:
+            ctypes.string_at(0)
+        return super().bind(case, inputs)
+
+
+class Hanging(Naive):
+    name = "hanging"
+
+    def bind(self, case, inputs):
+        if case.seqlen_q > 15:
+            time.sleep(1000)
+        return super().bind(case, inputs)
+
+
+class ReturnsNone(Naive):
+    name = "returns_none"
+
+    def bind(self, case, inputs):
+        return AutogradCall(lambda q, k, v: None, inputs, case.direction.needs_backward)
+
+
+def pytest_longca_kernels():
+    return [WrongDk(), Crashing(), Hanging(), ReturnsNone()]
+'''
+
+Run = Callable[..., pytest.RunResult]
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester) -> Run:
+    """Run pytest in a fresh directory, in this process, with few examples and no cache."""
+
+    def run(*args: str) -> pytest.RunResult:
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:randomly", *args)
+
+    return run
+
+
+@pytest.fixture
+def judge(run: Run) -> Run:
+    """Run the suite without timings on one mask with few examples."""
+
+    def judge(*args: str) -> pytest.RunResult:
+        return run("--benchmark-skip", "--longca-masks=causal", "--longca-examples=5", "--longca-dtypes=fp32", *args)
+
+    return judge

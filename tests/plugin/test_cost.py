@@ -1,0 +1,46 @@
+"""What the plugin costs a session that does not use it. Processor time, so that a busy machine does not decide."""
+
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PLAIN = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+
+
+def test_a_session_without_our_options_imports_neither_torch_nor_triton(tmp_path: Path) -> None:
+    (tmp_path / "test_modules.py").write_text(
+        "import sys\ndef test_modules():\n    assert 'pytest_longca.plugin' in sys.modules\n"
+        "    assert not {'torch', 'triton', 'jinja2'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(PLAIN, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_plugin_costs_under_30_ms(tmp_path: Path) -> None:
+    (tmp_path / "test_nothing.py").write_text("def test_nothing(): pass\n")
+
+    def seconds(*extra: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([*PLAIN, *extra], cwd=tmp_path, capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    seconds()
+    pairs = [seconds() - seconds("-p", "no:longca") for _ in range(7)]
+    assert statistics.median(pairs) < 0.030, pairs
+
+
+def test_collecting_2000_items_takes_under_3_s(pytester: pytest.Pytester) -> None:
+    lengths = ",".join(str(100 + n) for n in range(500))
+    args = ("--longca-kernels=naive,sdpa", "--longca-masks=causal", f"--longca-seqlens={lengths}", "--collect-only", "-qq")
+    pytester.runpytest_inprocess(*args)
+    start = time.process_time()
+    result = pytester.runpytest_inprocess(*args)
+    taken = time.process_time() - start
+    assert result.outlines[0].startswith("longca/")
+    assert taken < 3.0

@@ -1,0 +1,84 @@
+"""The suite that the options bring in: where it runs, what its items are called, and how it gets along with pytest's own options."""
+
+import pytest
+
+from tests.plugin.conftest import Run
+
+
+def test_an_option_and_no_path_runs_the_suite_from_an_empty_directory(judge: Run) -> None:
+    result = judge("--longca-kernels=naive", "-v")
+    assert result.ret == 0
+    result.assert_outcomes(passed=2, skipped=1)
+    result.stdout.fnmatch_lines(["longca/test_conformance.py::test_probes?naive-causal? PASSED*"])
+
+
+def test_options_in_an_ini_file_leave_plain_pytest_alone(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nlongca_kernels = naive\nlongca_masks = full\n")
+    pytester.makepyfile("def test_mine(): pass")
+    result = run("-v")
+    result.assert_outcomes(passed=1)
+    result.stdout.no_fnmatch_line("*longca/*")
+
+
+def test_an_ini_file_sets_what_the_command_line_does_not(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nlongca_kernels = naive\nlongca_masks = full\nlongca_examples = 2\n")
+    result = run("--longca-masks=causal", "--collect-only", "-q")
+    result.stdout.fnmatch_lines(["longca/test_conformance.py::test_examples?naive-causal?"])
+    result.stdout.no_fnmatch_line("*naive-full*")
+
+
+def test_a_path_beside_an_option_runs_that_path(run: Run, pytester: pytest.Pytester) -> None:
+    path = pytester.makepyfile("def test_mine(longca_kernel): assert longca_kernel.name == 'naive'")
+    run("--longca-kernels=naive", str(path)).assert_outcomes(passed=1)
+
+
+def test_a_node_id_can_be_pasted_back(judge: Run) -> None:
+    result = judge("--longca-kernels=naive", "longca/test_conformance.py::test_probes[naive-causal]")
+    result.assert_outcomes(passed=1)
+
+
+def test_pyargs_names_the_suite(judge: Run) -> None:
+    judge("--longca-kernels=naive", "--pyargs", "pytest_longca.suite").assert_outcomes(passed=2, skipped=1)
+
+
+def test_a_users_python_files_and_functions_do_not_hide_the_suite(judge: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\npython_files = check_*.py\npython_functions = check_*\n")
+    judge("--longca-kernels=naive").assert_outcomes(passed=2, skipped=1)
+
+
+@pytest.mark.parametrize("args", [("-k", "probes"), ("-x", "-k", "probes"), ("-m", "not slow", "-k", "probes")])
+def test_it_gets_along_with_selection(judge: Run, args: tuple[str, ...]) -> None:
+    judge("--longca-kernels=naive", *args).assert_outcomes(passed=1, deselected=2)
+
+
+def test_it_gets_along_with_xdist(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_subprocess(
+        "-n2", "-p", "no:cacheprovider", "--longca-kernels=naive", "--longca-masks=causal,full", "--longca-examples=3", "-k", "examples"
+    )
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*= longca =*"])
+
+
+def test_the_list_shows_refusals_and_runs_nothing(run: Run) -> None:
+    result = run("--longca-list", "--longca-kernels=naive,flex", "--longca-masks=causal")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*naive*", "*flex*"])
+    result.stdout.no_fnmatch_line("*passed*")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--longca-kernels=nave",), "*unknown kernel 'nave': did you mean 'naive'?*"),
+        (("--longca-masks=casual",), "*unknown mask 'casual': did you mean 'causal'*"),
+        (("--longca-masks=regulr",), "*did you mean 'regular'*"),
+        (("--longca-checks=trth",), "*unknown check 'trth': did you mean 'truth'?*"),
+        (("--longca-case=causal(seqlen_q=)/b1",), "*--longca-case*"),
+        (("--longca-heads=64:7",), "*64:7*multiple*"),
+    ],
+)
+def test_bad_options_are_usage_errors_before_anything_runs(run: Run, args: tuple[str, ...], says: str) -> None:
+    result = run("--longca-kernels=naive", *args)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    output = "\n".join(result.errlines + result.outlines)
+    pytest.LineMatcher(output.splitlines()).fnmatch_lines([says])

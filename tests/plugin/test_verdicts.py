@@ -1,0 +1,83 @@
+"""What becomes of kernels that are wrong, crash, hang, or return nonsense; each costs the others nothing."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.plugin.conftest import KERNELS, Run
+
+
+@pytest.fixture(autouse=True)
+def kernels(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(KERNELS)
+
+
+def test_a_wrong_dk_is_named_shrunk_drawn_and_can_be_replayed(judge: Run) -> None:
+    result = judge("--longca-kernels=wrong_dk,naive", "-k", "examples")
+    result.assert_outcomes(passed=1, failed=1, deselected=4)
+    output = result.stdout.str()
+    assert re.search(r"wrong_dk is wrong: .*dk", output)
+    replay = re.search(r"replay: pytest --longca-kernels=(\S+) --longca-case='(.*)'", output)
+    assert replay
+    shrunk = re.search(r"seqlen_q=(\d+)", replay[2])
+    assert shrunk and int(shrunk[1]) <= 3
+    again = judge(f"--longca-kernels={replay[1]}", f"--longca-case={replay[2]}")
+    again.assert_outcomes(failed=1)
+
+
+def test_a_crash_names_the_kernel_and_the_others_go_on(judge: Run) -> None:
+    result = judge("--longca-kernels=crashing,naive", "-k", "examples or probes")
+    outcomes = result.parseoutcomes()
+    assert (outcomes["passed"], outcomes["failed"]) == (2, 2)
+    result.stdout.fnmatch_lines(["crashing crashed: the worker was killed by SIGSEGV*", "*Segmentation fault*"])
+
+
+def test_a_hang_is_killed_and_reported(judge: Run) -> None:
+    result = judge("--longca-kernels=hanging,naive", "--longca-timeout=1s", "-k", "probes")
+    result.assert_outcomes(passed=1, failed=1, deselected=4)
+    result.stdout.fnmatch_lines(["hanging timed out: no answer within 1 s*"])
+
+
+def test_a_kernel_that_returns_none_is_wrong_and_told_what_to_return(judge: Run) -> None:
+    result = judge("--longca-kernels=returns_none", "-k", "examples")
+    result.assert_outcomes(failed=1, deselected=2)
+    result.stdout.fnmatch_lines(["*returns_none*NoneType*"])
+
+
+def test_records_hold_outcome_verdicts_and_the_replay_line(judge: Run, pytester: pytest.Pytester) -> None:
+    judge("--longca-kernels=wrong_dk,naive", "-k", "examples", "--longca-json=out.jsonl")
+    records = [json.loads(line) for line in Path(pytester.path, "out.jsonl").read_text().splitlines()]
+    assert {record["kernel"]: record["outcome"]["kind"] for record in records} == {"wrong_dk": "wrong", "naive": "passed"}
+    by_kernel = {record["kernel"]: record for record in records}
+    assert by_kernel["wrong_dk"]["replay"].startswith("pytest --longca-kernels=wrong_dk --longca-case='causal(")
+    assert {verdict["tensor"] for verdict in by_kernel["naive"]["verdicts"]} == {"out", "lse", "dq", "dk", "dv"}
+
+
+def test_records_that_cannot_be_written_go_elsewhere_and_the_run_says_where(judge: Run) -> None:
+    result = judge("--longca-kernels=naive", "-k", "examples", "--longca-json=/no/such/folder/out.jsonl")
+    result.assert_outcomes(passed=1, deselected=2)
+    line = next(line for line in result.outlines if "cannot be written" in line)
+    fallback = Path(line.rsplit(" ", 1)[1])
+    assert json.loads(fallback.read_text())["kernel"] == "naive"
+    fallback.unlink()
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("def pytest_longca_kernels(): return [1]", "*pytest_longca_kernels returned 1: return instances of Kernel*"),
+        ("def pytest_longca_masks(): return ['x']", "*pytest_longca_masks returned 'x': return subclasses of Mask*"),
+        ("def pytest_longca_kernels(): raise ValueError('boom')", "*pytest_longca_kernels in *conftest.py raised ValueError: boom*"),
+        (
+            "from pytest_longca.kernels.naive import Naive\ndef pytest_longca_kernels(): return [Naive()]",
+            "*two kernels are named 'naive': rename one of them*",
+        ),
+    ],
+)
+def test_a_hook_that_is_wrong_is_a_usage_error(run: Run, pytester: pytest.Pytester, body: str, says: str) -> None:
+    pytester.makeconftest(body)
+    result = run("--longca-masks=causal", "--longca-kernels=naive")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    pytest.LineMatcher(result.errlines + result.outlines).fnmatch_lines([says])
