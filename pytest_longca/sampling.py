@@ -114,7 +114,7 @@ def _long(total: str, seed: str) -> tuple[int, ...]:
     short = round(tokens * HISTOGRAM_SHARE)
     lens = fill(short, histogram(histogram_for(tokens)).one, rng) + fill(tokens - short, lambda r: r.randint(*LONG_DOCUMENTS), rng)
     rng.shuffle(lens)
-    return tuple(lens)
+    return tuple(n for n in lens if n) or (0,)
 
 
 def _histogram_draw(name: str, total: str, seed: str) -> tuple[int, ...]:
