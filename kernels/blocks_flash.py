@@ -1,7 +1,7 @@
 """FlashAttention-2 and 3 on one block of context parallelism: the runs of a segment as dense or varlen calls, explicit backward.
 
-A row that sees no key lies in a sequence without keys (see `Round`): FA2 writes out 0 and lse +inf there, which becomes -inf. In the backward
-such rows meet no key, so their lse does not matter. Dtypes bf16 and fp16, head_dim a multiple of 8.
+A row that sees no key lies in a sequence without keys (see `Round`): FA2 writes out 0 and lse +inf there, which becomes -inf. In the
+backward such rows meet no key, so their lse does not matter. Dtypes bf16 and fp16, head_dim a multiple of 8.
 """
 
 import importlib.util

@@ -9,7 +9,12 @@ from pytest_longca.parallel.setup import Sharing, check
 
 
 def run_parallel(
-    pool: Pool, case: Case, sharing: Sharing, kernel: str = "naive", timeout_s: float = 60.0, target: str = "pytest_longca.parallel.job:judge_case"
+    pool: Pool,
+    case: Case,
+    sharing: Sharing,
+    kernel: str = "naive",
+    timeout_s: float = 60.0,
+    target: str = "pytest_longca.parallel.job:judge_case",
 ) -> dict[str, Any]:
     """Rank 0's figures of a case (`errors`, `rms`: tensor to number) and every rank's `traffic`.
 

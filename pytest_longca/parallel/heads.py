@@ -58,9 +58,7 @@ class HeadExchange:
         for part, share in zip(packed.split(widths, -1), shares, strict=True):
             part.unflatten(-1, share.shape[2:]).copy_(share)
         wait = self.channel.all_to_all(packed.flatten(0, 1), [tokens] * size, self.lengths)
-        return lambda: [
-            part.unflatten(-1, share.shape[2:]) for part, share in zip(wait().split(widths, -1), shares, strict=True)
-        ]
+        return lambda: [part.unflatten(-1, share.shape[2:]) for part, share in zip(wait().split(widths, -1), shares, strict=True)]
 
 
 def ahead(launches: Iterable[Callable[[], Callable[[], T]]]) -> Iterator[T]:

@@ -13,7 +13,7 @@ from pytest_longca.ids import parse_case
 from pytest_longca.inputs import Inputs, make_inputs
 from pytest_longca.parallel.attend import ContextParallel
 from pytest_longca.parallel.comm import Channel
-from pytest_longca.parallel.kernel import find_block_kernel
+from pytest_longca.parallel.kernel import BlockKernel, find_block_kernel
 from pytest_longca.parallel.mechanisms import Mesh
 from pytest_longca.parallel.setup import Shards, Sharing, bind, shards_of
 from pytest_longca.parallel.world import World
@@ -50,6 +50,12 @@ def judge_bound(world: World, case: Case, shards: Shards, bound: ContextParallel
     return answer
 
 
+def single_device(world: World, case: Case, kernel: BlockKernel, inputs: Inputs) -> dict[str, Tensor]:
+    """The same tensors from the kernel alone, on the whole case: what sharing is measured against."""
+    alone = World(0, 1, world.device)
+    return run_share(bind(case, Sharing("ring_p2p", 1), alone, kernel), inputs, torch.arange(case.seqlen_q))
+
+
 def run_share(bound: ContextParallel, inputs: Inputs, ids: Tensor) -> dict[str, Tensor]:
     """One rank's out, lse, dq, dk and dv."""
     at = ids.to(inputs.q.device)
@@ -79,7 +85,7 @@ def assemble(world: World, case: Case, shards: Shards, local: dict[str, Tensor])
 
 
 def compare(case: Case, inputs: Inputs, whole: dict[str, Tensor]) -> dict[str, Any]:
-    """Largest absolute and root-mean-square errors of each tensor against the single-device reference (infinite if anything is not finite)."""
+    """Largest and root-mean-square error of each tensor against the single-device reference; infinite if anything is not finite."""
     from pytest_longca.reference import compute
 
     reference = compute(case, inputs)

@@ -10,7 +10,6 @@ from pytest_longca.errors import unknown_name
 from pytest_longca.parallel.merge import GradSum, OutSum, accumulation_dtype
 from pytest_longca.parallel.segment import Round, Segment
 
-
 BLOCK_KERNELS: dict[str, str] = {
     "naive": "pytest_longca.parallel.kernel:NaiveBlock",
     "fa2": "pytest_longca.kernels.blocks_flash:fa2_block",

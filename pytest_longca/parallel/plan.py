@@ -54,7 +54,10 @@ class Plan:
 
 
 def make_step(intervals: Tensor, key_ids: Tensor, device: torch.device) -> Step | None:
-    """The mask between rows with global `intervals` int32 `[rows, 2, 2]` and ascending `key_ids`, cut (in eighths) to the rows and keys that take part."""
+    """The mask between rows with global `intervals` int32 `[rows, 2, 2]` and ascending `key_ids`.
+
+    Cut, in eighths, to the rows and keys that take part; None if there are none.
+    """
     local = localise(intervals, key_ids)
     occupied = local[..., 1] > local[..., 0]
     rows = occupied.any(1).nonzero().flatten()

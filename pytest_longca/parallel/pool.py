@@ -154,8 +154,8 @@ def _join(rank: int, size: int, device: str, folder: str, timeout_s: float) -> A
         place = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(place)
     has_own_gpu = place.type == "cuda" and size <= torch.cuda.device_count()
-    store = dist.FileStore(str(Path(folder) / "store"), size)
-    dist.init_process_group("nccl" if has_own_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+    method, timeout = f"file://{folder}/store", timedelta(seconds=timeout_s)
+    dist.init_process_group("nccl" if has_own_gpu else "gloo", method, timeout, world_size=size, rank=rank)
     return World(rank, size, place)
 
 

@@ -94,8 +94,9 @@ class Round:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Which of `num_keys` keys each local query sees: `intervals` int32 `[rows, 2, 2]`, half-open, disjoint, ascending, unused ones (0, 0) last.
+    """Which of `num_keys` keys each local query sees.
 
+    `intervals` int32 `[rows, 2, 2]` are half-open, disjoint and ascending; unused ones are (0, 0) and last.
     `cache` is where a kernel keeps what it derives from the segment (a mask plan, a block list), so that repeated calls pay once.
     """
 

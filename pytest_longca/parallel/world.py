@@ -1,7 +1,9 @@
 """World: the ranks that run one attention, and the process groups along the axes of a mesh."""
 
+import os
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -33,3 +35,27 @@ class World:
         for members in sorted(everyone - self._groups.keys()):
             self._groups[members] = dist.new_group(list(members))
         return self._groups[mesh.members(self.rank, axis)]
+
+    def slowest(self, values: list[float]) -> list[float]:
+        """The largest of every rank's values, element by element. Collective."""
+        if not self.is_connected or self.size == 1:
+            return values
+        on = self.device if dist.get_backend() == "nccl" else torch.device("cpu")
+        tensor = torch.tensor(values, dtype=torch.float64, device=on)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return list(tensor.tolist())
+
+
+def session_world() -> World:
+    """This process as a rank of the world that torchrun started, NCCL where each rank has a GPU, else gloo; alone without torchrun."""
+    size, rank, local = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
+    num_gpus = torch.cuda.device_count()
+    device = torch.device("cuda", local % num_gpus) if num_gpus else torch.device("cpu")
+    if num_gpus:
+        torch.cuda.set_device(device)
+    if size == 1:
+        return World(0, 1, device)
+    has_own_gpu = num_gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    timeout = timedelta(minutes=3)
+    dist.init_process_group("nccl" if has_own_gpu else "gloo", timeout=timeout, device_id=device if has_own_gpu else None)
+    return World(rank, size, device)
