@@ -108,7 +108,7 @@ def judge_quantity(
     before = statistics.median(old)
     medians = [statistics.median(look) for look in looks]
     least = min(medians)  # a change counts only as far as every look shows it
-    change = (least - before) / before if before else math.inf if least > 0 else 0.0
+    change = relative_change(before, least)
     noise = spread([old, [value for look in looks for value in look]])
     is_noisy = noise > limit / 8
     cut = max(limit, 8 * noise) if is_noisy else limit / 2
@@ -118,6 +118,15 @@ def judge_quantity(
     if is_noisy:
         return Finding(Verdict.TOO_NOISY, name, f"processes differ by {noise:.2%}, more than {limit / 8:.2%}: too noisy to gate", *figures)
     return Finding(Verdict.OK, name, f"{change:+.1%}", *figures)
+
+
+def relative_change(before: float, now: float) -> float:
+    """The change as a fraction of what was before; infinite from nothing, -1 from infinity to anything less."""
+    if now == before:
+        return 0.0
+    if math.isinf(before):
+        return -1.0
+    return (now - before) / before if before else math.inf
 
 
 def spread(groups: Sequence[Sequence[float]]) -> float:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pytest_longca.catalogue import KERNELS, MASKS
 from pytest_longca.report.record import Record
 
 
@@ -35,7 +36,7 @@ MARKS: dict[str, Mark] = {
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Rows are masks, columns kernels, in the order in which the records name them; `cells` holds keys of MARKS."""
+    """Rows are masks, columns kernels; `cells` holds keys of MARKS."""
 
     masks: tuple[str, ...]
     kernels: tuple[str, ...]
@@ -70,11 +71,17 @@ def matrix(records: Iterable[Record]) -> Matrix:
     for record in records:
         groups.setdefault((column(record), record.mask), []).append(record)
     return Matrix(
-        masks=tuple(dict.fromkeys(record.mask for record in records)),
-        kernels=tuple(dict.fromkeys(column(record) for record in records)),
+        masks=_ordered((record.mask for record in records), MASKS),
+        kernels=_ordered((column(record) for record in records), KERNELS),
         cells={cell: cell_kind(group) for cell, group in groups.items()},
         reasons=tuple(_reasons(records)),
     )
+
+
+def _ordered(names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    """The names that occur: built-in ones in the catalogue's order, then others as they came."""
+    found = dict.fromkeys(names)
+    return (*(name for name in known if name in found), *(name for name in found if name not in set(known)))
 
 
 def cell_kind(records: Sequence[Record]) -> str:

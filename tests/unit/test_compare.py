@@ -7,7 +7,7 @@ import pytest
 
 from pytest_longca.errors import InvalidArgument
 from pytest_longca.outcome import Crashed, KnownWrong, OutOfMemory, Passed, TimedOut, Unsupported, Wrong
-from pytest_longca.report.compare import compare, spread, two_looks
+from pytest_longca.report.compare import compare, relative_change, spread, two_looks
 from pytest_longca.report.record import Record
 from pytest_longca.report.verdict import Comparison, Limits, Verdict
 
@@ -212,6 +212,14 @@ def test_a_quantity_without_a_limit_is_left_alone() -> None:
 def test_looks_share_no_process_and_lose_none() -> None:
     assert two_looks([1, 2, 3, 4, 5]) == [[1, 3, 5], [2, 4]]
     assert two_looks([1]) == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "change"),
+    [(2.0, 3.0, 0.5), (0.0, 0.0, 0.0), (0.0, 1.0, float("inf")), (float("inf"), float("inf"), 0.0), (float("inf"), 1.0, -1.0)],
+)
+def test_change_is_a_number_even_from_nothing_and_infinity(before: float, now: float, change: float) -> None:
+    assert relative_change(before, now) == change
 
 
 def test_spread_is_that_of_each_side_about_its_own_mean() -> None:

@@ -1,0 +1,374 @@
+"use strict";
+// Draws the page from the records that it carries. Everything from a record goes through textContent or setAttribute: it is data.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const RECORDS = DATA.rows.map(row => {
+  const record = {};
+  DATA.fields.forEach((field, i) => { record[field] = DATA.texts.includes(field) ? DATA.strings[row[i]] : row[i]; });
+  return record;
+});
+const TIMED = RECORDS.filter(r => r.tflop_per_s !== null && r.is_trusted);
+const CELLS = new Map(DATA.cells.map(([kernel, mask, kind]) => [kernel + "\n" + mask, kind]));
+const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c8c3a"]; // Okabe and Ito, told apart by the colour-blind
+const CIVIDIS = [[0, 32, 77], [49, 68, 107], [102, 105, 112], [149, 143, 120], [200, 184, 102], [255, 234, 70]];
+
+const $ = id => document.getElementById(id);
+
+function make(tag, attributes = {}, ...children) {
+  const svg = ["svg", "path", "g", "line", "text", "circle", "title"].includes(tag);
+  const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children.filter(child => child !== null && child !== undefined));
+  return element;
+}
+
+const unique = values => [...new Set(values)];
+const PASSES = ["fwd", "bwd", "fwd_bwd"];
+const passes = records => PASSES.filter(direction => records.some(r => r.direction === direction));
+const digits = value => value === null || value === undefined ? "" : typeof value === "string" ? value
+  : value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3) ? value.toExponential(2) : String(Number(value.toPrecision(3)));
+const percent = value => value === null || value === undefined ? "" : typeof value === "string" ? value : (100 * value).toFixed(value < 0.1 ? 1 : 0) + " %";
+const signed = value => value === null || value === undefined ? "" : typeof value === "string" ? value : (value > 0 ? "+" : "") + (100 * value).toFixed(1) + " %";
+const bytes = value => {
+  if (value === null || value === undefined) return "";
+  const power = Math.min(4, Math.max(0, Math.floor(Math.log2(Math.max(value, 1)) / 10)));
+  return digits(value / 1024 ** power) + " " + ["B", "KiB", "MiB", "GiB", "TiB"][power];
+};
+const tokens = value => value % 1024 ? String(value) : value / 1024 + "K";
+
+const METRICS = {
+  outcome: { label: "outcome", text: () => "", get: () => null },
+  tflop_per_s: { label: "TFLOP/s", text: digits, get: r => r.tflop_per_s },
+  of_peak: { label: "fraction of the device's peak", text: percent, get: r => r.of_peak },
+  median_ms: { label: "time (ms)", text: digits, get: r => r.median_ms, low: true },
+  peak_bytes: { label: "peak memory", text: bytes, get: r => r.peak_bytes, low: true },
+  error: { label: "worst error / limit", text: digits, get: r => r.error, low: true },
+};
+
+// Filters -----------------------------------------------------------------------------------------------------------------
+
+function options(select, values, first, shown = value => value) {
+  select.replaceChildren(...(first === null ? [] : [make("option", { value: "" }, first)]), ...values.map(value => make("option", { value }, shown(value))));
+}
+
+function isVisible(record) {
+  const find = $("find").value.trim().toLowerCase();
+  return ["kernel", "mask", "kind"].every(name => !$(name).value || record[name] === $(name).value)
+    && (!find || [record.kernel, record.mask, record.reason, record.shape, record.stage, record.case].some(text => text.toLowerCase().includes(find)));
+}
+
+// Tables ------------------------------------------------------------------------------------------------------------------
+
+class Table {
+  constructor(parent, columns, { page, sort = null, descending = false }) {
+    Object.assign(this, { parent, columns, page, sort, descending, shown: page, rows: [] });
+  }
+  show(rows) {
+    this.rows = rows;
+    this.shown = this.page;
+    this.draw();
+  }
+  sorted() {
+    if (this.sort === null) return this.rows;
+    const get = this.columns[this.sort].get, sign = this.descending ? -1 : 1;
+    const rank = value => value === null || value === undefined || value === "";
+    return [...this.rows].sort((a, b) => {
+      const x = get(a), y = get(b);
+      if (rank(x) || rank(y)) return rank(x) - rank(y);
+      return sign * (typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y), undefined, { numeric: true }));
+    });
+  }
+  header(column, i) {
+    const sorts = i === this.sort ? { "aria-sort": this.descending ? "descending" : "ascending" } : {};
+    const button = make("button", { type: "button" }, column.name);
+    button.onclick = () => {
+      this.descending = i === this.sort ? !this.descending : Boolean(column.number);
+      this.sort = i;
+      this.draw();
+    };
+    return make("th", { scope: "col", ...sorts, ...(column.number ? { class: "number" } : {}) }, button);
+  }
+  cell(column, row) {
+    const value = column.get(row), shown = column.node ? column.node(row) : (column.text || digits)(value);
+    return make("td", { class: [column.number ? "number" : "", column.style ? column.style(row) : ""].join(" ").trim() }, shown);
+  }
+  draw() {
+    const rows = this.sorted().slice(0, this.shown);
+    const body = make("tbody", {}, ...rows.map(row => make("tr", {}, ...this.columns.map(column => this.cell(column, row)))));
+    const table = make("table", {}, make("thead", {}, make("tr", {}, ...this.columns.map((column, i) => this.header(column, i)))), body);
+    const parts = [make("div", { class: "scroll" }, table)];
+    if (this.shown < this.rows.length) {
+      const more = make("button", { type: "button" }, `Show more (${this.rows.length - this.shown} hidden)`);
+      more.onclick = () => { this.shown += 5 * this.page; this.draw(); };
+      parts.push(more);
+    }
+    this.parent.replaceChildren(...(this.rows.length ? parts : [make("p", { class: "quiet" }, "None among the records shown.")]));
+  }
+}
+
+const plain = name => ({ name, get: r => r[name], text: value => value || "" });
+const number = (name, label, text = digits) => ({ name: label, get: r => r[name], text, number: true });
+const why = record => make("div", { class: "reason" }, record.reason, record.reason && record.replay ? make("br") : null,
+  record.replay && record.kind !== "passed" ? make("code", {}, record.replay) : null);
+const word = record => DATA.marks[record.kind].word;
+const tone = record => ({ red: "bad", green: "good" })[DATA.marks[record.kind].colour] || "";
+
+// The heat map ------------------------------------------------------------------------------------------------------------
+
+function heatColour(share) {
+  const at = Math.min(0.9999, Math.max(0, share)) * (CIVIDIS.length - 1), low = Math.floor(at);
+  const [r, g, b] = CIVIDIS[low].map((from, i) => Math.round(from + (at - low) * (CIVIDIS[low + 1][i] - from)));
+  const isLight = 0.299 * r + 0.587 * g + 0.114 * b > 130;
+  return `background:rgb(${r},${g},${b});color:${isLight ? "#111" : "#fff"}`;
+}
+
+function heatValues(metric) {
+  const wanted = TIMED.filter(r => r.direction === $("direction").value && String(r.seqlen) === $("length").value && r.heads === $("heads").value);
+  const values = new Map();
+  for (const record of wanted) {
+    const value = metric.get(record), key = record.kernel + "\n" + record.mask, old = values.get(key);
+    if (typeof value === "number" && (old === undefined || (metric.low ? value < old : value > old))) values.set(key, value);
+  }
+  return values;
+}
+
+function drawHeat() {
+  const metric = METRICS[$("metric").value], values = heatValues(metric), most = Math.max(...values.values(), 0);
+  const masks = DATA.masks.filter(mask => RECORDS.some(r => r.mask === mask && isVisible(r)));
+  const kernels = DATA.kernels.filter(kernel => RECORDS.some(r => r.kernel === kernel && isVisible(r)));
+  const rows = masks.map(mask => make("tr", {}, make("th", { scope: "row" }, mask), ...kernels.map(kernel => heatCell(kernel, mask, metric, values, most))));
+  const head = make("tr", {}, make("th", { scope: "col" }, "mask"), ...kernels.map(kernel => make("th", { scope: "col" }, kernel)));
+  $("heat").replaceChildren(make("table", { class: "heat" }, make("thead", {}, head), make("tbody", {}, ...rows)));
+  const kinds = unique([...CELLS.values()]);
+  $("legend").textContent = Object.entries(DATA.marks).filter(([kind]) => kinds.includes(kind)).map(([, mark]) => `${mark.word}: ${mark.meaning}`).join(" · ");
+}
+
+function heatCell(kernel, mask, metric, values, most) {
+  const key = kernel + "\n" + mask, kind = CELLS.get(key);
+  if (kind === undefined) return make("td");
+  const value = values.get(key), hasValue = value !== undefined && ["passed", "forward_only"].includes(kind);
+  const button = make("button", { type: "button", title: `${kernel} on ${mask}` }, hasValue ? metric.text(value) : DATA.marks[kind].word);
+  if (hasValue) button.style.cssText = heatColour(most ? value / most : 0);
+  button.onclick = () => showDetail(kernel, mask);
+  return make("td", { class: kind }, button);
+}
+
+function showDetail(kernel, mask) {
+  const records = RECORDS.filter(r => r.kernel === kernel && r.mask === mask);
+  const reasons = unique(records.map(r => r.reason)).filter(Boolean);
+  const lines = reasons.map(reason => make("p", { class: "reason" }, reason));
+  const replays = unique(records.filter(r => r.kind !== "passed").map(r => r.replay)).filter(Boolean).map(replay => make("p", {}, make("code", {}, replay)));
+  const timed = make("div");
+  $("detail").hidden = false;
+  $("detail").replaceChildren(make("h3", {}, `${kernel} on ${mask}: ${DATA.marks[CELLS.get(kernel + "\n" + mask)].meaning}`), ...lines, ...replays, timed);
+  new Table(timed, COLUMNS.slice(2, -1), { page: 12 }).show(records);
+}
+
+// Charts ------------------------------------------------------------------------------------------------------------------
+
+function marker(kernel, x, y, size = 4) {
+  const i = DATA.kernels.indexOf(kernel), colour = COLOURS[i % COLOURS.length];
+  const shapes = [
+    `M${x - size} ${y}a${size} ${size} 0 1 0 ${2 * size} 0a${size} ${size} 0 1 0 ${-2 * size} 0`,
+    `M${x - size} ${y - size}h${2 * size}v${2 * size}h${-2 * size}z`,
+    `M${x} ${y - size * 1.2}l${size * 1.1} ${size * 2}h${-size * 2.2}z`,
+    `M${x} ${y - size * 1.3}l${size * 1.3} ${size * 1.3}l${-size * 1.3} ${size * 1.3}l${-size * 1.3} ${-size * 1.3}z`,
+    `M${x} ${y + size * 1.2}l${size * 1.1} ${-size * 2}h${-size * 2.2}z`,
+  ];
+  return make("path", { d: shapes[i % shapes.length], fill: colour });
+}
+
+function stroke(kernel) {
+  const i = DATA.kernels.indexOf(kernel);
+  return { stroke: COLOURS[i % COLOURS.length], "stroke-width": 2, fill: "none", ...(i >= COLOURS.length ? { "stroke-dasharray": "6 3" } : {}) };
+}
+
+function keys(parent, kernels) {
+  parent.replaceChildren(...kernels.map(kernel => make("span", {}, make("svg", { viewBox: "0 0 22 12" },
+    make("line", { x1: 0, x2: 22, y1: 6, y2: 6, ...stroke(kernel) }), marker(kernel, 11, 6)), kernel)));
+}
+
+// The axis' end: a round number just above the largest value, in steps of ten or, for bytes, of two.
+function niceTop(value, base) {
+  const unit = base ** Math.floor(Math.log(value || 1) / Math.log(base));
+  return unit * (base === 10 ? [1, 1.5, 2, 3, 4, 5, 6, 8, 10] : [1, 1.5, 2]).find(step => step * unit >= value);
+}
+
+function lineChart(title, records, get, text, base) {
+  const width = 460, height = 240, left = 62, right = 12, top = 10, bottom = 26;
+  const lengths = unique(records.map(r => r.seqlen)).sort((a, b) => a - b), most = niceTop(Math.max(...records.map(get)), base);
+  const [low, high] = [Math.log2(lengths[0]), Math.log2(lengths[lengths.length - 1])];
+  const x = length => high === low ? (left + width - right) / 2 : left + (width - left - right) * (Math.log2(length) - low) / (high - low);
+  const y = value => height - bottom - (height - top - bottom) * value / most;
+  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
+  for (const share of [0, 0.25, 0.5, 0.75, 1]) svg.append(
+    make("line", { class: "grid", x1: left, x2: width - right, y1: y(share * most), y2: y(share * most) }),
+    make("text", { x: left - 6, y: y(share * most) + 4, "text-anchor": "end" }, text(share * most)));
+  let last = -100;
+  for (const length of lengths) if (x(length) - last > 34) {
+    svg.append(make("text", { x: x(length), y: height - 8, "text-anchor": "middle" }, tokens(length)));
+    last = x(length);
+  }
+  for (const kernel of unique(records.map(r => r.kernel))) svg.append(line(records.filter(r => r.kernel === kernel), kernel, x, y, get, text));
+  return make("figure", {}, make("figcaption", {}, title), svg);
+}
+
+function line(records, kernel, x, y, get, text) {
+  const best = new Map();
+  for (const record of records) if (!best.has(record.seqlen) || record.median_ms < best.get(record.seqlen).median_ms) best.set(record.seqlen, record);
+  const points = [...best.values()].sort((a, b) => a.seqlen - b.seqlen);
+  const group = make("g", {}, make("path", { d: points.map((r, i) => `${i ? "L" : "M"}${x(r.seqlen)} ${y(get(r))}`).join(""), ...stroke(kernel) }));
+  for (const record of points) {
+    const point = marker(kernel, x(record.seqlen), y(get(record)));
+    point.append(make("title", {}, `${kernel} at ${record.seqlen}: ${text(get(record))}`));
+    group.append(point);
+  }
+  return group;
+}
+
+function drawLengths() {
+  const section = $("lengths");
+  const records = TIMED.filter(r => r.seqlen && r.mask === $("chartmask").value && r.heads === $("chartheads").value && (!$("kernel").value || r.kernel === $("kernel").value));
+  const charts = [];
+  for (const direction of passes(records)) {
+    const some = records.filter(r => r.direction === direction), sized = some.filter(r => r.peak_bytes !== null);
+    charts.push(lineChart(`${direction}: TFLOP/s`, some, r => r.tflop_per_s, digits, 10));
+    if (sized.length) charts.push(lineChart(`${direction}: peak memory`, sized, r => r.peak_bytes, bytes, 2));
+  }
+  keys(section.querySelector(".keys"), unique(records.map(r => r.kernel)));
+  section.querySelector(".charts").replaceChildren(...(charts.length ? charts : [make("p", { class: "quiet" }, "Nothing was timed on this mask.")]));
+}
+
+const TENSORS = ["out", "lse", "dq", "dk", "dv"];
+
+function drawErrors() {
+  const kernels = DATA.kernels.filter(kernel => RECORDS.some(r => r.kernel === kernel && isVisible(r) && r.errors.length)), section = $("error");
+  const names = unique(RECORDS.flatMap(r => r.errors.map(([tensor]) => tensor))).sort((a, b) => TENSORS.indexOf(a) - TENSORS.indexOf(b));
+  const colour = tensor => COLOURS[names.indexOf(tensor) % COLOURS.length];
+  const worst = new Map();
+  for (const record of RECORDS.filter(isVisible)) for (const [tensor, value] of record.errors) {
+    const key = [record.kernel, record.mask, tensor].join("\n"), error = value === "infinite" ? Infinity : value;
+    if (error !== null && !(worst.get(key) >= error)) worst.set(key, error);
+  }
+  section.hidden = !worst.size;
+  const width = Math.max(320, Math.min(960, section.clientWidth || 960)), left = 100, row = 24, height = kernels.length * row + 30;
+  const x = error => left + (width - left - 20) * (Math.log10(Math.min(100, Math.max(1e-4, error))) + 4) / 6;
+  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "error over limit for each kernel" });
+  for (const power of [-4, -3, -2, -1, 0, 1, 2]) svg.append(
+    make("line", { class: power ? "grid" : "limit", x1: x(10 ** power), x2: x(10 ** power), y1: 4, y2: height - 22 }),
+    make("text", { x: x(10 ** power), y: height - 8, "text-anchor": "middle" }, power ? power === 2 ? "100+" : String(10 ** power) : "limit"));
+  kernels.forEach((kernel, i) => svg.append(make("text", { x: left - 8, y: i * row + 20, "text-anchor": "end" }, kernel)));
+  for (const [key, error] of worst) {
+    const [kernel, mask, tensor] = key.split("\n"), place = kernels.indexOf(kernel) * row + 10 + 3 * names.indexOf(tensor) % 15;
+    svg.append(make("circle", { cx: x(error), cy: place, r: 2.6, fill: colour(tensor), "fill-opacity": 0.8 }, make("title", {}, `${kernel} ${mask} ${tensor}: ${digits(error)}`)));
+  }
+  section.querySelector(".keys").replaceChildren(...names.map(tensor => make("span", {}, make("svg", { viewBox: "0 0 22 12" }, make("circle", { cx: 11, cy: 6, r: 4, fill: colour(tensor) })), tensor)));
+  section.querySelector(".charts").replaceChildren(svg);
+}
+
+// The other sections ------------------------------------------------------------------------------------------------------
+
+function fastestRows() {
+  const groups = new Map();
+  for (const record of TIMED.filter(isVisible)) {
+    const key = [record.mask, record.case, record.direction, record.world].join("\n"), kernels = groups.get(key) || new Map();
+    if (!kernels.has(record.kernel) || record.median_ms < kernels.get(record.kernel).median_ms) kernels.set(record.kernel, record);
+    groups.set(key, kernels);
+  }
+  const rows = [...groups.values()].map(kernels => {
+    const [best, second] = [...kernels.values()].sort((a, b) => a.median_ms - b.median_ms);
+    return { ...best, second: second ? `${second.kernel} (${digits(second.median_ms / best.median_ms)}x the time)` : "" };
+  });
+  const order = r => [-r.seqlen, DATA.masks.indexOf(r.mask), PASSES.indexOf(r.direction)];
+  return rows.sort((a, b) => order(a).map((x, i) => x - order(b)[i]).find(Boolean) || 0);
+}
+
+function drawGallery() {
+  const figures = [...DATA.pictures].sort((a, b) => DATA.masks.indexOf(a.mask) - DATA.masks.indexOf(b.mask)).filter(picture => !$("mask").value || picture.mask === $("mask").value).map(({ mask, source, rows, density }) => {
+    const path = rows.map((row, i) => [...row.matchAll(/1+/g)].map(run => `M${run.index} ${i}h${run[0].length}v1h${-run[0].length}z`).join("")).join("");
+    const width = rows.length ? rows[0].length : 1;
+    return make("figure", {}, make("figcaption", {}, mask), make("svg", { viewBox: `0 0 ${width} ${Math.max(rows.length, 1)}`, preserveAspectRatio: "none", role: "img", "aria-label": mask, "shape-rendering": "crispEdges" }, make("path", { d: path })),
+      density === null ? null : make("span", { class: "quiet" }, `${percent(density)} visible`), make("code", { title: source }, source));
+  });
+  $("gallery").hidden = !figures.length;
+  $("gallery").querySelector(".gallery").replaceChildren(...figures);
+}
+
+function drawGate() {
+  if (!DATA.gate) return;
+  $("gate").hidden = false;
+  $("verdict").textContent = DATA.gate.conclusion;
+  $("verdict").className = DATA.gate.exit_code ? "fails" : "";
+  const find = $("find").value.trim().toLowerCase();
+  GATE.show(DATA.gate.rows.filter(row => row.slice(0, 3).some(text => text.toLowerCase().includes(find))
+    && ["kernel", "mask"].every(name => !$(name).value || row[1].includes($(name).value))));
+}
+
+const RANKS = RECORDS.some(r => r.world > 1) ? [number("world", "ranks")] : [];
+const COLUMNS = [
+  plain("kernel"), plain("mask"), plain("stage"),
+  { name: "outcome", get: word, text: value => value, style: tone },
+  { name: "pass", get: r => r.direction, text: value => value },
+  plain("shape"), ...RANKS, number("examples", "cases"), number("median_ms", "ms"),
+  { name: "p20 to p80", get: r => r.p20_ms, number: true, node: r => r.p20_ms === null ? "" : `${digits(r.p20_ms)} to ${digits(r.p80_ms)}` },
+  number("tflop_per_s", "TFLOP/s"), number("of_peak", "of peak", percent), number("peak_bytes", "memory", bytes), number("error", "error / limit"),
+  { name: "reason", get: r => r.reason, node: why },
+];
+
+const RECORD_TABLE = new Table($("records").querySelector("div"), COLUMNS, { page: 50 });
+const FASTEST = new Table($("fastest").querySelector("div"), [
+  plain("mask"), plain("kernel"), number("tflop_per_s", "TFLOP/s"), number("median_ms", "ms"), { name: "pass", get: r => r.direction, text: value => value },
+  plain("shape"), ...RANKS, number("of_peak", "of peak", percent), number("peak_bytes", "memory", bytes), { name: "next", get: r => r.second, text: value => value },
+], { page: 28 });
+const PLAN = new Table($("plan").querySelector("div"), [
+  plain("kernel"), plain("mask"), plain("shape"), { name: "pass", get: r => r.direction, text: value => value }, number("plan_ms", "plan (ms)"),
+  { name: "in calls", get: r => r.median_ms ? r.plan_ms / r.median_ms : null, number: true }, number("compile_ms", "compile (ms)"), number("launch_ms", "launch (ms)"), number("median_ms", "call (ms)"),
+], { page: 12, sort: 4, descending: true });
+const GATE = new Table($("gate").querySelector("div"), [
+  { name: "verdict", get: r => r[0], text: value => value, style: r => r[0] === "ok" ? "good" : "bad" },
+  { name: "case", get: r => r[1], node: r => make("div", { class: "reason" }, make("code", {}, r[1])) },
+  ...["time", "memory", "error"].map((name, i) => ({ name, get: r => r[3 + i], number: true, text: signed })),
+  { name: "why", get: r => r[2], node: r => make("div", { class: "reason" }, r[2]) },
+], { page: 15 });
+
+function drawAll() {
+  const visible = RECORDS.filter(isVisible);
+  drawGate();
+  drawHeat();
+  drawLengths();
+  FASTEST.show(fastestRows());
+  drawErrors();
+  PLAN.show(visible.filter(r => r.plan_ms !== null));
+  drawGallery();
+  RECORD_TABLE.show(visible);
+  document.documentElement.dataset.records = String(visible.length);
+}
+
+function start() {
+  const lengths = unique(TIMED.map(r => r.seqlen)).filter(Boolean).sort((a, b) => a - b), heads = unique(TIMED.map(r => r.heads)).sort((a, b) => a.localeCompare(b, undefined, { numeric: true }));
+  options($("kernel"), DATA.kernels, "all");
+  options($("mask"), DATA.masks, "all");
+  options($("kind"), unique(RECORDS.map(r => r.kind)), "all", kind => DATA.marks[kind].meaning);
+  options($("metric"), Object.keys(METRICS).filter(name => name === "outcome" || TIMED.some(r => METRICS[name].get(r) !== null)), null, name => METRICS[name].label);
+  options($("direction"), passes(TIMED), null);
+  options($("length"), lengths, null, tokens);
+  options($("heads"), heads, null);
+  options($("chartmask"), DATA.masks.filter(mask => TIMED.some(r => r.mask === mask && r.seqlen)), null);
+  options($("chartheads"), heads, null);
+  if (TIMED.length) $("metric").value = "tflop_per_s";
+  if (lengths.length) $("length").value = String(lengths[lengths.length - 1]);
+  for (const name of ["direction", "length", "heads"]) $(name).parentElement.hidden = !TIMED.length;
+  $("lengths").hidden = !TIMED.length;
+  $("fastest").hidden = !TIMED.length;
+  $("plan").hidden = !RECORDS.some(r => r.plan_ms !== null);
+  for (const name of ["metric", "direction", "length", "heads"]) $(name).onchange = drawHeat;
+  for (const name of ["chartmask", "chartheads"]) $(name).onchange = drawLengths;
+  $("filters").oninput = drawAll;
+  $("filters").onreset = () => setTimeout(drawAll);
+  $("filters").onsubmit = event => event.preventDefault();
+  drawAll();
+  document.querySelector("nav").append(...[...document.querySelectorAll("section")].filter(section => !section.hidden).map(section => make("a", { href: "#" + section.id }, section.querySelector("h2").textContent)));
+}
+
+start();
+document.documentElement.dataset.ms = String(Math.round(performance.now()));

@@ -1,0 +1,116 @@
+"""The page in a real browser: what it draws, that it filters and sorts, and how fast. Skipped where Chromium is not installed."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pytest_longca.catalogue import KERNELS, MASKS
+from pytest_longca.outcome import Passed, Unsupported, Wrong
+from pytest_longca.report.html import html_report
+from pytest_longca.report.record import Record
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HOSTILE = "<img src=x onerror=document.title='taken'></script><script>document.title='taken'</script>"
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run") + tuple(
+    f"--disable-{what}" for what in ("background-networking", "component-update", "sync")
+)
+LENGTHS = (1024, 4096, 16384)
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+PROBE = """
+<script>
+const said = {};
+said.errors = window.pageErrors;
+said.title = document.title;
+said.images = document.images.length;
+said.heatRows = document.querySelectorAll("#heat tbody tr").length;
+said.charts = document.querySelectorAll("#lengths svg[role=img]").length;
+said.legend = document.getElementById("legend").textContent;
+const find = document.getElementById("find");
+find.value = "slow";
+find.dispatchEvent(new Event("input", { bubbles: true }));
+said.found = document.documentElement.dataset.records;
+find.value = "";
+find.dispatchEvent(new Event("input", { bubbles: true }));
+const cells = () => [...document.querySelectorAll("#records tbody tr")].map(row => Number(row.cells[SORTED].textContent)).filter(Boolean);
+const header = () => [...document.querySelectorAll("#records thead button")].find(button => button.textContent === "TFLOP/s");
+const SORTED = [...document.querySelectorAll("#records thead th")].findIndex(th => th.textContent === "TFLOP/s");
+header().click();
+said.descending = cells().slice(0, 3);
+header().click();
+said.ascending = cells().slice(0, 3);
+document.querySelector("#heat td.wrong button").click();
+said.detail = document.getElementById("detail").textContent;
+said.width = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+const output = document.createElement("output");
+output.id = "said";
+output.textContent = JSON.stringify(said).replaceAll("<", "\\\\u003c");
+document.body.append(output);
+</script>
+"""
+
+
+def records(count: int) -> list[Record]:
+    """`count` records over all kernels, masks and lengths: timed, refused, and one wrong."""
+    found = []
+    for number in range(count):
+        kernel, mask = list(KERNELS)[number % 3], list(MASKS)[number // 3 % len(MASKS)]
+        seqlen = LENGTHS[number // 42 % 3]
+        shape = {"batch": 1, "seqlen_q": seqlen, "seqlen_kv": seqlen, "heads_q": 64, "heads_kv": 8, "head_dim": 128, "head_dim_v": 128}
+        common = {"kernel": kernel, "mask": mask, "shape": {**shape, "dtype": "bf16"}, "case": f"{mask}({seqlen})", "direction": "fwd"}
+        figures = {"samples_ms": [1.0 + number / count] * 30, "flop": 10**11, "plan_ms": 1.0, "peak_bytes": 2**30}
+        verdicts = [{"tensor": "out", "error_over_limit": 0.3}]
+        found.append(Record(stage="timing", outcome=Passed().to_json(), verdicts=verdicts, **common, **figures))
+    found[0] = Record(stage="examples", kernel="naive", mask="full", outcome=Wrong(f"slow and off {HOSTILE}").to_json())
+    found[1] = Record(stage="examples", kernel=HOSTILE, mask="full", outcome=Unsupported("takes no mask").to_json())
+    return found
+
+
+def dumped(page: str, folder: Path, size: str = "1280,900") -> str:
+    """The page's DOM after its scripts ran in a browser without a network."""
+    path = folder / "page.html"
+    path.write_text(page, encoding="utf-8")
+    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={folder / 'profile'}", f"--window-size={size}", "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def probed(page: str) -> str:
+    watch = "<script>window.pageErrors = []; addEventListener('error', event => pageErrors.push(event.message));</script>"
+    return page.replace("<body>", "<body>" + watch).replace("</body>", PROBE + "</body>")
+
+
+@pytest.mark.parametrize("size", ["1280,900", "500,900"], ids=["desk", "phone"])
+def test_page_draws_filters_and_sorts_and_treats_names_as_data(size: str, tmp_path: Path) -> None:
+    dom = dumped(probed(html_report(records(252))), tmp_path, size)
+    found = re.search(r'<output id="said">(.*?)</output>', dom, re.DOTALL)
+    assert found, dom[-2000:]
+    said = json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    assert said["errors"] == []
+    assert (said["title"], said["images"]) == ("Attention kernels", 0)
+    assert (said["heatRows"], said["charts"]) == (len(MASKS), 2)
+    assert "disagrees with the reference" in said["legend"]
+    assert said["found"] == "1"
+    assert said["descending"] == sorted(said["descending"], reverse=True)
+    assert said["ascending"] == sorted(said["ascending"])
+    assert said["ascending"][0] < said["descending"][0]
+    assert "slow and off <img" in said["detail"]
+    assert said["width"] <= 0, "nothing but the tables scrolls sideways"
+
+
+def test_five_thousand_records_open_in_less_than_a_second(tmp_path: Path) -> None:
+    page = html_report(records(5000))
+    opened = []
+    for _ in range(3):  # the best of three: the machine may be busy
+        found = re.search(r'data-ms="(\d+)"', dumped(page, tmp_path))
+        assert found
+        opened.append(int(found[1]))
+        if min(opened) < 1000:
+            break
+    assert min(opened) < 1000
