@@ -95,7 +95,7 @@ def _limit(text: str) -> float | None:
 def _verdicts(text: str) -> frozenset[Verdict]:
     for name in names(text):
         if name not in set(Verdict):
-            raise unknown_name("verdict", name, Verdict)
+            raise unknown_name("verdict", name, [verdict.value for verdict in Verdict])
     return frozenset(Verdict(name) for name in names(text))
 
 

@@ -15,9 +15,7 @@ from pytest_longca.report.record import Record
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = "<img src=x onerror=document.title='taken'></script><script>document.title='taken'</script>"
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run") + tuple(
-    f"--disable-{what}" for what in ("background-networking", "component-update", "sync")
-)
+FLAGS = ("headless", "no-sandbox", "disable-gpu", "no-first-run", "disable-background-networking", "disable-component-update", "disable-sync")
 LENGTHS = (1024, 4096, 16384)
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
@@ -75,7 +73,8 @@ def dumped(page: str, folder: Path, size: str = "1280,900") -> str:
     """The page's DOM after its scripts ran in a browser without a network."""
     path = folder / "page.html"
     path.write_text(page, encoding="utf-8")
-    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={folder / 'profile'}", f"--window-size={size}", "--dump-dom", path.as_uri()]
+    flags = (*FLAGS, "dump-dom", f"user-data-dir={folder / 'profile'}", f"window-size={size}")
+    command = [str(CHROMIUM), *(f"--{flag}" for flag in flags), path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
