@@ -1,6 +1,6 @@
 """Every dense kernel that is installed, on every static mask, on the GPU: one table, made by one process that is replaced when it dies.
 
-    python tests/gpu/test_dense_gpu.py [--kernels fa2,fa4] [--shapes gqa64,gqa128] [--seconds 500] [--json FILE]
+    PYTHONPATH=.:$SITE python tests/gpu/test_dense_gpu.py [--kernels fa2,fa4] [--shapes gqa64,gqa128] [--seconds 500] [--json FILE]
 
 Each cell is printed as soon as it is known: the worst error over its limit, or why there is none. Nothing stops at the first failure.
 """
