@@ -15,7 +15,8 @@ from pytest_longca.report.record import Record
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = "<img src=x onerror=document.title='taken'></script><script>document.title='taken'</script>"
-FLAGS = ("headless", "no-sandbox", "disable-gpu", "no-first-run", "disable-background-networking", "disable-component-update", "disable-sync")
+OFFLINE = ("disable-background-networking", "disable-component-update", "disable-sync")
+FLAGS = ("headless", "no-sandbox", "disable-gpu", "no-first-run", *OFFLINE)
 LENGTHS = (1024, 4096, 16384)
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
