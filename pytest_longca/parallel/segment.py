@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+SHORT_BAND = 16
+"""Rows of one key each, the next row the next key: from so many on a band of their own, below it one-row runs (one-token documents)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -156,13 +159,14 @@ def _runs_of_stretch(start: np.ndarray, stop: np.ndarray, offset: int) -> list[R
     start_moved = stop_rested = False
     for begin, end in zip(changes[:-1].tolist(), changes[1:].tolist(), strict=True):
         step = int(kind[begin])
-        breaks = range(begin, end) if step < 0 else ()
-        if step >= 0 and ((start_moved and step < 2) or (stop_rested and step % 2)):
+        is_single_keys = step == 3 and stop[begin] - start[begin] == 1 and end - begin < SHORT_BAND
+        breaks = range(begin, end) if step < 0 or is_single_keys else ()
+        if not breaks and ((start_moved and step < 2) or (stop_rested and step % 2)):
             breaks = range(begin, begin + 1)
         for row in breaks:
             cuts.append(row + 1)
             start_moved = stop_rested = False
-        if step >= 0 and end > begin + len(breaks):
+        if end > begin + len(breaks):
             start_moved, stop_rested = start_moved or step >= 2, stop_rested or step % 2 == 0
     pairs = zip(cuts, [*cuts[1:], len(start)], strict=True)
     return [run for first, last in pairs for run in _make_runs(start[first:last], stop[first:last], offset + first)]
