@@ -180,11 +180,8 @@ class Bench:
 
     def _conclude(self, tokens: int, mask: str, kernel: str, what: str, outcome: Outcome) -> None:
         self.rows.append(Row(tokens, mask, kernel, what, note=str(outcome)[:110]))
-        facts = {"tokens": tokens}
-        ending = {"outcome": outcome.to_json(), "reason": str(outcome)}
-        self._write(
-            Record(stage="parallel", kernel=kernel, mask=mask, mechanism=what, facts=facts, world_size=self.settings.world, **ending)
-        )
+        about: dict[str, Any] = {"kernel": kernel, "mask": mask, "mechanism": what, "world_size": self.settings.world}
+        self._write(Record(stage="parallel", outcome=outcome.to_json(), reason=str(outcome), facts={"tokens": tokens}, **about))
 
     def _record(self, tokens: int, mask: str, kernel: str, what: str, found: Result) -> None:
         case, result, sharing, facts = found.case, found.measured, found.sharing, found.facts
@@ -241,9 +238,7 @@ def _verdict(world: World, case: Case, sharing: Sharing, kernel: BlockKernel) ->
     (ratio,) = world.slowest([ratio])
     if ratio <= ERROR_RATIO:
         return Passed()
-    return Wrong(
-        f"{worst or 'a tensor'} is {ratio:.3g} times as far from the reference as the kernel alone, at most {ERROR_RATIO:g} allowed"
-    )
+    return Wrong(f"{worst or 'a tensor'} is {ratio:.3g} times as far from the reference as the kernel alone: at most {ERROR_RATIO:g}")
 
 
 def _facts(case: Case, sharing: Sharing, shards: Shards) -> dict[str, Any]:

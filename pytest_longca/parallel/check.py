@@ -7,6 +7,8 @@ from pytest_longca.parallel.job import sharing_to_json
 from pytest_longca.parallel.pool import Pool
 from pytest_longca.parallel.setup import Sharing, check
 
+JUDGE = "pytest_longca.parallel.job:judge_case"
+
 
 def run_parallel(
     pool: Pool,
@@ -14,7 +16,7 @@ def run_parallel(
     sharing: Sharing,
     kernel: str = "naive",
     timeout_s: float = 60.0,
-    target: str = "pytest_longca.parallel.job:judge_case",
+    target: str = JUDGE,
 ) -> dict[str, Any]:
     """Rank 0's figures of a case (`errors`, `rms`: tensor to number) and every rank's `traffic`.
 

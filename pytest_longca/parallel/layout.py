@@ -68,7 +68,7 @@ def _zigzag(lengths: Sequence[int], ring: int) -> list[Tensor]:
 
 
 def _chunk_sizes(length: int, totals: list[int]) -> list[int]:
-    """Sizes of a document's 2 * ring chunks. The remainder goes token by token to the ranks that hold fewest: totals differ by one at most."""
+    """Sizes of a document's 2 * ring chunks. The remainder goes to the ranks that hold fewest: totals differ by one at most."""
     ring = len(totals)
     sizes = [length // (2 * ring)] * (2 * ring)
     extra = [0] * ring

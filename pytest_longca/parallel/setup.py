@@ -57,9 +57,7 @@ def check(case: Case, sharing: Sharing) -> None:
     if mask.seqlen_q != mask.seqlen_kv:
         raise InvalidArgument(f"queries and keys are laid out alike: seqlen_q {mask.seqlen_q} and seqlen_kv {mask.seqlen_kv} must be equal")
     if mask.heads != 1 or mask.batch != 1 or case.batch != 1:
-        raise InvalidArgument(
-            f"takes one packed sequence and one mask for all heads: batch is {case.batch}, the mask has {mask.heads} heads"
-        )
+        raise InvalidArgument(f"one packed sequence and one mask for all heads: batch is {case.batch}, the mask has {mask.heads} heads")
     if mask.seqlen_q < sharing.world:
         raise InvalidArgument(f"{mask.seqlen_q} tokens and {sharing.world} ranks: each rank needs at least one token")
     if mask.row_intervals() is None:

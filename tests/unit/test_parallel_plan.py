@@ -48,7 +48,7 @@ def cells(call: Round, rows: int, keys: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(lengths=st.lists(st.integers(1, 150), min_size=1, max_size=6), ring=st.integers(1, 96))
 def test_every_layout_holds_each_token_once_in_ascending_order(layout: str, lengths: list[int], ring: int) -> None:
     shards = LAYOUTS[layout](lengths, torch.ones(sum(lengths), dtype=torch.int64), ring)
@@ -58,7 +58,7 @@ def test_every_layout_holds_each_token_once_in_ascending_order(layout: str, leng
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "zigzag_global"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(lengths=st.lists(st.integers(1, 150), min_size=1, max_size=6), ring=st.integers(1, 96))
 def test_ranks_hold_equal_token_counts_up_to_one(layout: str, lengths: list[int], ring: int) -> None:
     sizes = [len(ids) for ids in LAYOUTS[layout](lengths, torch.ones(sum(lengths), dtype=torch.int64), ring)]
@@ -67,8 +67,11 @@ def test_ranks_hold_equal_token_counts_up_to_one(layout: str, lengths: list[int]
 
 @pytest.mark.parametrize("ring", [8, 64])
 def test_balanced_layout_balances_causal_documents(ring: int) -> None:
-    mask = load(MASKS["causal_document"])(doc_lens=(30 * ring,) * 4 + (1000 * ring,) * 3 + (1024 * ring - 72 * ring,))
-    work = [sum(step.segment.area for s in range(ring) if (step := plan.step((s,)))) for plan in plans(mask, "balanced", ring)[:4]]
+    mask = load(MASKS["causal_document"])(doc_lens=(30 * ring,) * 4 + (500 * ring, 380 * ring, 24 * ring))
+    work = [
+        sum(step.segment.area for s in range(ring) if (step := plan.step((s,))))
+        for plan in plans(mask, "balanced", ring)[: ring : ring // 2]
+    ]
     assert max(work) <= 1.05 * mask.area() / ring
 
 
@@ -78,8 +81,7 @@ def test_plan_tiles_the_mask_exactly_once(name: str, layout: str, ring: int) -> 
     assert_plan_tiles(name, layout, ring)
 
 
-@pytest.mark.parametrize("name", ["causal", "full_sliding_window", "shared_question"])
-@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+@pytest.mark.parametrize(("name", "layout"), [("shared_question", "zigzag"), ("full_sliding_window", "balanced")])
 def test_plan_tiles_the_mask_exactly_once_among_96_ranks(name: str, layout: str) -> None:
     assert_plan_tiles(name, layout, 96)
 
@@ -113,7 +115,7 @@ def assert_rounds_are_exact(segment: Segment) -> None:
     assert torch.equal(total, segment.dense().to(torch.int64))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_rounds_are_exact_for_any_intervals(data: st.DataObject) -> None:
     keys = data.draw(st.integers(1, 12))
