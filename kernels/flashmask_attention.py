@@ -29,7 +29,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float,
     grid, order = _placement(plan.fwd, plan.rows.shape[0], batch, heads_q, heads_q // k.shape[2], launch.processors)
     forward.forward_kernel[grid](
         _pointer(q), _streamed(k, tile, tma), _streamed(v, tile, tma), _pointer(out), lse,
-        plan.rows, plan.fwd.runs, plan.fwd.table, plan.fwd.items, *order, heads_q, heads_q // k.shape[2],
+        plan.rows, plan.fwd.runs, plan.fwd.items, *order, heads_q, heads_q // k.shape[2],
         _blocks(seqlen_q, tile), seqlen_q, k.shape[1], seqlen_q, scale * LOG2_E,
         BLOCK_M=tile.block, BLOCK_N=tile.step, PIECES=plan.row_pieces, **_constants(q, v, tma), **_options(tile),
     )  # fmt: skip
@@ -60,7 +60,7 @@ def _launch_dq(
     grid, order = _placement(schedule, plan.rows.shape[0], batch, heads_q, group, launch.processors)
     backward.dq_kernel[grid](
         _pointer(q), _streamed(k, tile, tma), _streamed(v, tile, tma), _pointer(out), _pointer(do), _pointer(dq), lse, stats,
-        plan.rows, schedule.runs, schedule.table, schedule.items, *order, heads_q, group, _blocks(seqlen_q, tile),
+        plan.rows, schedule.runs, schedule.items, *order, heads_q, group, _blocks(seqlen_q, tile),
         seqlen_q, k.shape[1], seqlen_q, lse.numel(), scale * LOG2_E, scale,
         BLOCK_M=tile.block, BLOCK_N=tile.step, PIECES=plan.row_pieces, **_constants(q, v, tma), **_options(tile),
     )  # fmt: skip
@@ -76,7 +76,7 @@ def _launch_dkdv(tensors: Sequence[Tensor], stats: Tensor, plan: Plan, schedule:
     grid, order = _placement(schedule, plan.rows.shape[0], batch, heads_kv, 1, launch.processors)
     backward.dkdv_kernel[grid](
         _streamed(q, tile, tma), _pointer(k), _pointer(v), _streamed(do, tile, tma),
-        _pointer(dk), _pointer(dv), dk_parts, dv_parts, stats, plan.columns, schedule.runs, schedule.table, schedule.items,
+        _pointer(dk), _pointer(dv), dk_parts, dv_parts, stats, plan.columns, schedule.runs, schedule.items,
         *order, heads_kv, q.shape[2], blocks, q.shape[1], seqlen_kv, seqlen_kv, stats.numel() // 2, parts, scale * LOG2_E, scale,
         BLOCK_N=tile.block, BLOCK_M=tile.step, PIECES=plan.column_pieces, **constants, **_options(tile),
     )  # fmt: skip
@@ -111,7 +111,8 @@ def _constants(q: Tensor, v: Tensor, tma: bool) -> dict[str, Any]:
 
 
 def _options(tile: Tile) -> dict[str, int]:
-    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    limit = {"maxnreg": tile.max_registers} if tile.max_registers else {}
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages} | limit
 
 
 def _inner_contiguous(x: Tensor) -> Tensor:

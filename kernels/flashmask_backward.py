@@ -9,21 +9,18 @@ Importing this module imports triton. P is recomputed from lse, which may be tha
 import triton
 import triton.language as tl
 
-from pytest_longca.kernels.flashmask_forward import SIZES, first_tile, inside, load_intervals, load_tile, next_tile, place, store_tile
+from pytest_longca.kernels.flashmask_forward import SIZES, inside, load_intervals, load_tile, next_tile, place, start_walk, store_tile
 
 
 @triton.jit
 def _gather_dq(
-    dq, q, do, top, delta, k, v, bounds, runs, table, batch, head_kv, seqlen_kv, scale_log2,
+    dq, q, do, top, delta, k, v, bounds, runs, walk, batch, head_kv, seqlen_kv, scale_log2,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PIECES: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add dS K over the full tiles, or over the partial ones (MASKED)."""
-    first = tl.load(table)
-    last = first + tl.load(table + 1)
-    tiles = tl.load(table + 2)
+    first, last, tiles, tile, left = start_walk(walk)
     run = first
-    tile, left = first_tile(runs, run)
     for _ in range(tiles):
         start = tile * BLOCK_N
         k_tile = load_tile(k, batch, head_kv, start, seqlen_kv, DIM, BLOCK_N, BLOCK_D, TMA)
@@ -43,13 +40,13 @@ def _gather_dq(
 
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
-    q, k, v, out, do, dq, lse, stats, rows, runs, table, items, num_items, head_block, heads, group, blocks, seqlen_q, seqlen_kv,
+    q, k, v, out, do, dq, lse, stats, rows, runs, items, num_items, head_block, heads, group, blocks, seqlen_q, seqlen_kv,
     mask_stride, stats_stride, scale_log2, scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PIECES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_M queries of one head; leaves lse in base 2 and delta = sum(out * do) in `stats` for dk and dv."""
-    _item, entry, block, batch, head = place(items, num_items, head_block, heads, blocks)
+    item, entry, block, batch, head = place(items, num_items, head_block, heads, blocks)
     start = block * BLOCK_M
     row = start + tl.arange(0, BLOCK_M)
     exists = row < seqlen_q
@@ -66,7 +63,7 @@ def dq_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for MASKED in tl.static_range(2):
         acc = _gather_dq(
-            acc, q_tile, do_tile, top, delta, k, v, bounds, runs, table + 6 * entry + 3 * MASKED, batch, head // group, seqlen_kv,
+            acc, q_tile, do_tile, top, delta, k, v, bounds, runs, item + 4 + 5 * MASKED, batch, head // group, seqlen_kv,
             scale_log2, DIM, DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PIECES, MASKED, TMA, PRECISION,
         )  # fmt: skip
     store_tile(dq, acc * scale, batch, head, start, seqlen_q, DIM, BLOCK_M, BLOCK_D)
@@ -74,17 +71,14 @@ def dq_kernel(
 
 @triton.jit
 def _gather_dkdv(
-    dk, dv, k, v, q, do, stats, bounds, runs, table, batch, head, num_heads, heads_q, seqlen_q, stats_stride, scale_log2,
+    dk, dv, k, v, q, do, stats, bounds, runs, walk, batch, head, num_heads, heads_q, seqlen_q, stats_stride, scale_log2,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PIECES: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add dS^T Q and P^T dO over the full tiles, or over the partial ones (MASKED), of `num_heads` query heads in one loop."""
-    first = tl.load(table)
-    last = first + tl.load(table + 1)
-    tiles = tl.load(table + 2) * num_heads
+    first, last, tiles, tile, left = start_walk(walk)
     run = first
-    tile, left = first_tile(runs, run)
-    for _ in range(tiles):
+    for _ in range(tiles * num_heads):
         start = tile * BLOCK_M
         row = start + tl.arange(0, BLOCK_M)
         exists = row < seqlen_q
@@ -109,7 +103,7 @@ def _gather_dkdv(
 
 @triton.jit(do_not_specialize=SIZES)
 def dkdv_kernel(
-    q, k, v, do, dk, dv, dk_parts, dv_parts, stats, columns, runs, table, items, num_items, head_block, heads_kv, heads_q, blocks,
+    q, k, v, do, dk, dv, dk_parts, dv_parts, stats, columns, runs, items, num_items, head_block, heads_kv, heads_q, blocks,
     seqlen_q, seqlen_kv, mask_stride, stats_stride, parts, scale_log2, scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PIECES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -129,7 +123,7 @@ def dkdv_kernel(
     acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for MASKED in tl.static_range(2):
         acc_k, acc_v = _gather_dkdv(
-            acc_k, acc_v, k_tile, v_tile, q, do, stats, bounds, runs, table + 6 * entry + 3 * MASKED, batch, head, num_heads, heads_q,
+            acc_k, acc_v, k_tile, v_tile, q, do, stats, bounds, runs, item + 4 + 5 * MASKED, batch, head, num_heads, heads_q,
             seqlen_q, stats_stride, scale_log2, DIM, DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PIECES, MASKED, TMA, PRECISION,
         )  # fmt: skip
     if slot < 0:

@@ -45,7 +45,7 @@ def place(items, num_items, head_block, heads, blocks):
     pid = tl.program_id(0)
     inner = pid % head_block
     outer = pid // head_block
-    item = items + 4 * (outer % num_items)
+    item = items + 16 * (outer % num_items)
     z = outer // num_items * head_block + inner
     entry = tl.load(item)
     # A mask with a batch axis has an entry for each batch and z counts heads; otherwise z counts (batch, head) pairs.
@@ -53,9 +53,9 @@ def place(items, num_items, head_block, heads, blocks):
 
 
 @triton.jit
-def first_tile(runs, run):
-    """(tile, tiles left in its run) at the start of a run."""
-    return tl.load(runs + 2 * run), tl.load(runs + 2 * run + 1)
+def start_walk(walk):
+    """(first run, one past the last, tiles, first tile, tiles left in its run) of an item's full or partial tiles."""
+    return tl.load(walk), tl.load(walk + 1), tl.load(walk + 2), tl.load(walk + 3), tl.load(walk + 4)
 
 
 @triton.jit
@@ -65,7 +65,8 @@ def next_tile(runs, tile, left, run, first, last):
     run = tl.where(ends, run + 1, run)
     wrapped = run == last
     run = tl.where(wrapped, first, run)
-    next_start, next_left = first_tile(runs, run)
+    next_start = tl.load(runs + 2 * run)
+    next_left = tl.load(runs + 2 * run + 1)
     return tl.where(ends, next_start, tile + 1), tl.where(ends, next_left, left - 1), run, wrapped
 
 
@@ -92,16 +93,13 @@ def load_intervals(table, index, exists, absent_end):
 
 @triton.jit
 def _attend(
-    acc, norm, top, q, k, v, bounds, runs, table, batch, head_kv, seqlen_kv, scale_log2,
+    acc, norm, top, q, k, v, bounds, runs, walk, batch, head_kv, seqlen_kv, scale_log2,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PIECES: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the full tiles, or over the partial ones (MASKED)."""
-    first = tl.load(table)
-    last = first + tl.load(table + 1)
-    tiles = tl.load(table + 2)
+    first, last, tiles, tile, left = start_walk(walk)
     run = first
-    tile, left = first_tile(runs, run)
     for _ in range(tiles):
         start = tile * BLOCK_N
         k_tile = load_tile(k, batch, head_kv, start, seqlen_kv, DIM, BLOCK_N, BLOCK_D, TMA)
@@ -127,12 +125,12 @@ def _attend(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, k, v, out, lse, rows, runs, table, items, num_items, head_block, heads, group, blocks, seqlen_q, seqlen_kv, mask_stride, scale_log2,
+    q, k, v, out, lse, rows, runs, items, num_items, head_block, heads, group, blocks, seqlen_q, seqlen_kv, mask_stride, scale_log2,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PIECES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and lse (natural logarithm) of BLOCK_M queries of one head."""
-    _item, entry, block, batch, head = place(items, num_items, head_block, heads, blocks)
+    item, entry, block, batch, head = place(items, num_items, head_block, heads, blocks)
     start = block * BLOCK_M
     row = start + tl.arange(0, BLOCK_M)
     exists = row < seqlen_q
@@ -143,7 +141,7 @@ def forward_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for MASKED in tl.static_range(2):
         acc, norm, top = _attend(
-            acc, norm, top, q_tile, k, v, bounds, runs, table + 6 * entry + 3 * MASKED, batch, head // group, seqlen_kv, scale_log2,
+            acc, norm, top, q_tile, k, v, bounds, runs, item + 4 + 5 * MASKED, batch, head // group, seqlen_kv, scale_log2,
             DIM, DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, PIECES, MASKED, TMA, PRECISION,
         )  # fmt: skip
     norm = tl.where(norm == 0.0, 1.0, norm)  # rows that see nothing: out 0, and lse = top = -inf

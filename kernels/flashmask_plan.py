@@ -1,7 +1,7 @@
 """FlashMask's plan: which tiles each program of the Triton kernels visits, derived from a mask's row intervals.
 
 Tiles are classified exactly: absent (no visible pair), full (all pairs visible) or partial. Consecutive tiles of one class are a *run*,
-so a plan is O(S / block * runs) and the kernels walk it with two scalar loads a run. Programs start with the most work first.
+so a plan is O(S / block * runs). Programs start with the most work first.
 """
 
 from dataclasses import dataclass, field
@@ -13,12 +13,17 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One kernel's tile: `block` rows that a program owns, `step` rows of the other operand in each iteration, and how it is launched."""
+    """One kernel's tile: `block` rows that a program owns, `step` rows of the other operand in each iteration, and how it is launched.
+
+    `max_registers` limits a thread's registers, so that two programs share an SM and one computes exponentials while the other
+    multiplies; 0 is no limit.
+    """
 
     block: int
     step: int
     num_warps: int = 4
     num_stages: int = 1
+    max_registers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +41,14 @@ class Launch:
 class Schedule:
     """The tiles of every program of one kernel.
 
-    `runs` int32 `[runs + 1, 2]`: (first tile, tiles). `table` int32 `[entries, 2, 3]`: (first run, runs, tiles) of the full and of
-    the partial tiles; an entry is `mask batch * blocks + block`. `items` int32 `[programs, 4]`, heaviest first: (entry, first head
-    of the group, heads, slot of the partial sums or -1). `splits` int32 `[split entries, 3]`: (entry, first slot, slots).
-    `longest` is the work of the heaviest program over the mean of all, in tiles.
+    `runs` int32 `[runs + 1, 2]`: (first tile, tiles). `items` int32 `[programs, 16]`, heaviest first, all that a program reads before
+    its first tile: (entry, first head of the group, heads, slot of the partial sums or -1), then for the full and for the partial
+    tiles (first run, one past its last, tiles, first tile, tiles of the first run), then 2 unused. An entry is `mask batch * blocks +
+    block`. `splits` int32 `[split entries, 3]`: (entry, first slot, slots). `longest` is the work of the heaviest program over the
+    mean of all, in tiles.
     """
 
     runs: Tensor
-    table: Tensor
     items: Tensor
     splits: Tensor
     slots: int
@@ -70,7 +75,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         schedules = [s for s in (self.fwd, self.dq, self.dkdv) if s is not None]
-        parts = [t for s in schedules for t in (s.runs, s.table, s.items, s.splits)]
+        parts = [t for s in schedules for t in (s.runs, s.items, s.splits)]
         object.__setattr__(self, "tensors", (self.rows, self.columns, *parts))
 
     @property
@@ -173,26 +178,27 @@ def _schedule(touched: Tensor, full: Tensor, group: int, share: float) -> Schedu
     touched, full = touched.flatten(0, 1), full.flatten(0, 1)
     full_table, full_runs = _runs(full)
     partial_table, partial_runs = _runs(touched & ~full)
-    partial_table[:, 0] += len(full_runs)
-    pad = full_runs.new_zeros(1, 2)
-    table = torch.stack((full_table, partial_table), dim=1)
-    work = table[:, :, 2].sum(1)
-    items, splits, slots, longest = _items(work, group, share)
-    return Schedule(torch.cat((full_runs, partial_runs, pad)), table, items, splits, slots, longest)
+    partial_table[:, :2] += len(full_runs)
+    runs = torch.cat((full_runs, partial_runs, full_runs.new_zeros(1, 2)))
+    heads, splits, slots, longest = _items(full_table[:, 2] + partial_table[:, 2], group, share)
+    entry = heads[:, 0].long()
+    walks = [part for table in (full_table[entry], partial_table[entry]) for part in (table, runs[table[:, 0].long()])]
+    items = functional.pad(torch.cat((heads, *walks), dim=1), (0, 2))
+    return Schedule(runs, items, splits, slots, longest)
 
 
 def _runs(flags: Tensor) -> tuple[Tensor, Tensor]:
-    """(table `[entries, 3]`: first run, runs, tiles; runs `[runs, 2]`: first tile, tiles) of the set flags in each row, int32."""
+    """(table `[entries, 3]`: first run, one past the last, tiles; runs `[runs, 2]`: first tile, tiles) of the set flags of each row."""
     edges = functional.pad(flags.to(torch.int8), (1, 1)).diff(dim=1)
     entry, first = (edges == 1).nonzero(as_tuple=True)
     last = (edges == -1).nonzero(as_tuple=True)[1]
     count = torch.zeros(len(flags), dtype=torch.int64, device=flags.device).index_add_(0, entry, torch.ones_like(entry))
-    table = torch.stack((count.cumsum(0) - count, count, flags.sum(1)), dim=1)
+    table = torch.stack((count.cumsum(0) - count, count.cumsum(0), flags.sum(1)), dim=1)
     return table.to(torch.int32), torch.stack((first, last - first), dim=1).to(torch.int32)
 
 
 def _items(work: Tensor, group: int, share: float) -> tuple[Tensor, Tensor, int, float]:
-    """(items, splits, slots, longest) of entries with `work` tiles a head; see Schedule."""
+    """(the first four columns of items, splits, slots, longest) of entries with `work` tiles a head; see Schedule."""
     tiles = work.cpu()
     total = max(1, int(tiles.sum()) * group)
     limit = max(1.0, share * total)

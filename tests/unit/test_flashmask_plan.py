@@ -30,8 +30,10 @@ def dense(rows: torch.Tensor, seqlen_kv: int) -> torch.Tensor:
 
 def walk(schedule: Schedule, entry: int, kind: int) -> list[int]:
     """The tiles that a program visits, as the kernels walk them."""
-    first, runs, tiles = schedule.table[entry, kind].tolist()
-    visited = [t for start, length in schedule.runs[first : first + runs].tolist() for t in range(start, start + length)]
+    (item,) = (item for item in schedule.items.tolist() if item[0] == entry)
+    first, last, tiles, start, left = item[4 + 5 * kind : 9 + 5 * kind]
+    assert tiles == 0 or schedule.runs[first].tolist() == [start, left]
+    visited = [t for start, length in schedule.runs[first:last].tolist() for t in range(start, start + length)]
     assert len(visited) == tiles
     return visited
 
@@ -59,7 +61,7 @@ def test_programs_visit_exactly_the_touched_tiles_in_order(drawn, block, step):
     assert plan.dq is plan.fwd and plan.dkdv is not None
     for schedule, classes in ((plan.fwd, by_rows), (plan.dkdv, tuple(c.transpose(1, 2) for c in by_columns))):
         touched, full = (c[0] for c in classes)
-        assert len(schedule.table) == len(touched)
+        assert len(schedule.items) == len(touched)
         for entry in range(len(touched)):
             assert walk(schedule, entry, 0) == full[entry].nonzero()[:, 0].tolist()
             assert walk(schedule, entry, 1) == (touched & ~full)[entry].nonzero()[:, 0].tolist()
@@ -77,14 +79,14 @@ def test_every_head_of_every_key_block_has_one_turn_heaviest_first(group, proces
     plan = make_plan(rows, columns, fwd=Tile(8, 8), dq=Tile(8, 8), dkdv=Tile(8, 8), group=group, heads=2, processors=processors)
     schedule = plan.dkdv
     assert schedule is not None
-    turns = [(entry, head) for entry, first, heads, _ in schedule.items.tolist() for head in range(first, first + heads)]
+    turns = [(entry, head) for entry, first, heads, *_ in schedule.items.tolist() for head in range(first, first + heads)]
     assert sorted(turns) == [(entry, head) for entry in range(8) for head in range(group)]
-    work = [int(schedule.table[entry, :, 2].sum()) * heads for entry, _, heads, _ in schedule.items.tolist()]
+    work = [(item[6] + item[11]) * item[2] for item in schedule.items.tolist()]
     assert work == sorted(work, reverse=True)
-    slots = sorted(slot for *_, slot in schedule.items.tolist() if slot >= 0)
+    slots = sorted(slot for slot in schedule.items[:, 3].tolist() if slot >= 0)
     assert slots == list(range(schedule.slots))
     for entry, first, count in schedule.splits.tolist():
-        own = [slot for e, _, _, slot in schedule.items.tolist() if e == entry]
+        own = [item[3] for item in schedule.items.tolist() if item[0] == entry]
         assert sorted(own) == list(range(first, first + count))
     assert (schedule.slots > 0) == (group > 1 and processors > 1)
 

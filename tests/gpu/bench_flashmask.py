@@ -1,0 +1,371 @@
+"""Times FlashMask against compiled FlexAttention on the 12 static masks, and sweeps its tiles: run on a GPU, as a script.
+
+    python tests/gpu/bench_flashmask.py --seqlens 8192,32768 --sweep --minutes 8
+
+Every candidate is verified before it is timed. FlexAttention gets its BlockMask prebuilt and is compiled for each shape; other processes
+compile ahead into the caches on disk. Figures are medians with a cold L2, TFLOP/s count visible pairs. What to keep comes last.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import torch
+
+from pytest_longca import catalogue
+from pytest_longca.case import Case, Direction
+from pytest_longca.inputs import Inputs, make_inputs
+from pytest_longca.kernels import flashmask_attention as attention
+from pytest_longca.kernels.flashmask import FlashMask, choose_launch, plan_case
+from pytest_longca.kernels.flashmask_plan import Launch, Tile
+from pytest_longca.kernels.naive import Naive
+from pytest_longca.mask import Mask
+
+STATIC = catalogue.MASK_GROUPS["static"]
+SHORT = dict(
+    zip(STATIC, ("full", "causal", "f_win", "c_win", "f_doc", "c_doc", "sh_q", "g_win", "c_blk", "p_cau", "p_doc", "bc_doc"), strict=True)
+)
+PARTS = ("fwd", "dq", "dkdv")
+
+SWEEP_SHARE = 0.6
+"""How much of the time a sweep may take; the rest is the comparison's."""
+
+CANDIDATES: dict[str, tuple[Tile, ...]] = {
+    "fwd": (
+        Tile(128, 128, 8, 2), Tile(128, 128, 8, 3), Tile(128, 64, 8, 2, 128), Tile(128, 64, 8, 3, 128), Tile(128, 64, 8, 3),
+        Tile(128, 32, 8, 3, 128), Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 128, 4, 2), Tile(64, 64, 4, 3),
+    ),
+    "dq": (
+        Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(128, 32, 8, 2, 128), Tile(128, 32, 8, 3), Tile(64, 64, 4, 2),
+        Tile(64, 32, 4, 3), Tile(64, 128, 4, 2),
+    ),
+    "dkdv": (
+        Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 3),
+        Tile(64, 64, 8, 2, 128), Tile(64, 128, 8, 2),
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Bench:
+    """The sizes of a run, its deadline and what it found."""
+
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    deadline: float
+    found: dict[str, object] = dataclasses.field(default_factory=dict)
+
+    def case(self, name: str, seqlen: int) -> Case:
+        """The mask that speed is measured on."""
+        return self._case(catalogue.load(catalogue.MASKS[name]).default(seqlen))
+
+    def small_cases(self) -> list[Case]:
+        """What a candidate is verified on: many documents, rows of two intervals, lengths that fill no tile."""
+        masks = (catalogue.load(catalogue.MASKS[name]).sample(Random(3), 1000) for name in ("causal_document", "global_sliding_window"))
+        return [self._case(mask) for mask in masks]
+
+    def _case(self, mask: Mask) -> Case:
+        return Case(mask=mask, heads_q=self.heads_q, heads_kv=self.heads_kv, head_dim=self.head_dim, dtype="bf16")
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+_flush: list[torch.Tensor] = []
+
+
+def median_ms(run: Callable[[], object], budget_ms: float = 250.0) -> float:
+    """The median time of one call, each with a cold L2 and a queue long enough that events measure the GPU."""
+    if not _flush:
+        _flush.append(torch.empty(128 * 2**20, dtype=torch.int8, device="cuda"))
+    run()
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    rounds = max(3, min(15, int(budget_ms / max(0.05, start.elapsed_time(end)))))
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
+    for begin, finish in events:
+        _flush[0].zero_()
+        _flush[0].zero_()
+        begin.record()
+        run()
+        finish.record()
+    torch.cuda.synchronize()
+    times = sorted(begin.elapsed_time(finish) for begin, finish in events)
+    return times[len(times) // 2]
+
+
+def geomean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def tile_name(tile: Tile) -> str:
+    limit = f"r{tile.max_registers}" if tile.max_registers else ""
+    return f"{tile.block}x{tile.step}w{tile.num_warps}s{tile.num_stages}{limit}"
+
+
+def runners(case: Case, x: Inputs, launch: Launch) -> dict[str, Callable[[], object]]:
+    """Each of the three kernels as a function without arguments, after one run of all."""
+    plan = plan_case(case, launch, x.q.device)
+    assert plan.dq is not None and plan.dkdv is not None
+    out, lse = attention.attention_forward(x.q, x.k, x.v, plan, case.scale, launch)
+    dq, dk, dv = (torch.empty_like(t) for t in (x.q, x.k, x.v))
+    stats = torch.empty(2, *lse.shape, device="cuda")
+    of_dq, of_dkdv, schedules = (x.do, x.q, x.k, x.v, out, dq), (x.do, x.q, x.k, x.v, dk, dv), (plan.dq, plan.dkdv)
+    return {
+        "fwd": lambda: attention.attention_forward(x.q, x.k, x.v, plan, case.scale, launch),
+        "dq": lambda: attention._launch_dq(of_dq, lse, stats, plan, schedules[0], case.scale, launch, launch.tma),
+        "dkdv": lambda: attention._launch_dkdv(of_dkdv, stats, plan, schedules[1], case.scale, launch, launch.tma),
+    }
+
+
+def errors(case: Case, launch: Launch) -> float:
+    """The worst error of a small case over twice that of Naive-Torch in the same dtype: at most 1 is right."""
+    x = make_inputs(case, "cuda")
+    plan = plan_case(case, launch, x.q.device)
+    out, lse = attention.attention_forward(x.q, x.k, x.v, plan, case.scale, launch)
+    ours = (out, lse, *attention.attention_backward(x.do, x.q, x.k, x.v, out, lse, plan, case.scale, launch))
+    exact = dataclasses.replace(case, dtype="fp32")
+    truth, plain = (naive(c, Inputs(*(t.to(d) for t in (x.q, x.k, x.v, x.do)))) for c, d in ((exact, torch.float32), (case, x.q.dtype)))
+    worst = 0.0
+    for got, base, true in zip(ours, plain, truth, strict=True):
+        error, allowed = (torch.where(t == true, 0.0, (t.float() - true).abs()).amax().item() for t in (got, base))
+        worst = max(worst, error / (2 * allowed + 1e-5)) if math.isfinite(error) else math.inf
+    return worst
+
+
+def naive(case: Case, x: Inputs) -> tuple[torch.Tensor, ...]:
+    call = Naive().bind(case, x)
+    out, lse = call.forward()
+    assert lse is not None
+    return (out.detach(), lse.detach(), *call.backward(x.do))
+
+
+def launches(part: str, base: Launch) -> Iterator[Launch]:
+    """Every candidate for one kernel, and the base without TMA."""
+    for tile in CANDIDATES[part]:
+        yield dataclasses.replace(base, **{part: tile})
+    yield dataclasses.replace(base, tma=False)
+
+
+def label(part: str, launch: Launch) -> str:
+    return tile_name(getattr(launch, part)) + ("" if launch.tma else " ptr")
+
+
+def verified(bench: Bench, part: str, base: Launch) -> list[Launch]:
+    """The candidates that compile, fit the GPU and are right on two small cases."""
+    good = []
+    for launch in launches(part, base):
+        try:
+            worst = max(errors(case, launch) for case in bench.small_cases())
+        except Exception as error:  # whatever Triton or the driver says about tiles that do not fit
+            say(f"  {part} {label(part, launch)}: {type(error).__name__} {str(error)[:90]!r}")
+            continue
+        if worst <= 1.0:
+            good.append(launch)
+        else:
+            say(f"  {part} {label(part, launch)}: WRONG, {worst:.2f} of the allowed error")
+    return good
+
+
+def sweep(bench: Bench, base: Launch, seqlens: list[int]) -> Launch:
+    """Time every verified candidate of each kernel on every mask; the best by geometric mean over masks and lengths."""
+    best = base
+    for part in PARTS:
+        good = verified(bench, part, base)
+        scores: dict[str, list[float]] = {label(part, launch): [] for launch in good}
+        for seqlen in seqlens:
+            say(f"{part} ms at {seqlen}: " + " ".join(f"{SHORT[name]:>7}" for name in STATIC))
+            table = {name: times_of(bench, name, seqlen, part, good) for name in STATIC if not bench.late}
+            for launch in good:
+                row = [table[name][label(part, launch)] for name in table]
+                scores[label(part, launch)] += row
+                say(f"{label(part, launch):>16} " + " ".join(f"{ms:7.3f}" for ms in row))
+        ranked = sorted(good, key=lambda launch: geomean(scores[label(part, launch)]))
+        say(f"{part} best: " + ", ".join(f"{label(part, c)} {geomean(scores[label(part, c)]):.3f}" for c in ranked[:4]))
+        tuned = [launch for launch in ranked if launch.tma and scores[label(part, launch)]]
+        if tuned:
+            best = dataclasses.replace(best, **{part: getattr(tuned[0], part)})
+        bench.found[part] = scores
+    return best
+
+
+def times_of(bench: Bench, name: str, seqlen: int, part: str, candidates: list[Launch]) -> dict[str, float]:
+    case = bench.case(name, seqlen)
+    x = make_inputs(case, "cuda")
+    return {label(part, launch): median_ms(runners(case, x, launch)[part], 120.0) for launch in candidates}
+
+
+def sweep_order(bench: Bench, launch: Launch, seqlens: list[int]) -> None:
+    """Whether heads should take turns block by block: always, as the threshold says, never."""
+    usual = attention.TAIL
+    for seqlen in seqlens:
+        for part in PARTS:
+            say(f"{part} ms at {seqlen}: " + " ".join(f"{SHORT[name]:>7}" for name in STATIC))
+            rows: dict[float, list[float]] = {0.0: [], usual: [], math.inf: []}
+            for name in STATIC if not bench.late else ():
+                case = bench.case(name, seqlen)
+                run = runners(case, make_inputs(case, "cuda"), launch)[part]
+                for tail in rows:
+                    attention.TAIL = tail
+                    rows[tail].append(median_ms(run, 120.0))
+            attention.TAIL = usual
+            for tail, row in rows.items():
+                say(f"{'turns above ' + str(tail):>16} " + " ".join(f"{ms:7.3f}" for ms in row))
+
+
+def compare(bench: Bench, launch: Launch, seqlens: list[int]) -> None:
+    """FlashMask with these tiles against FlexAttention, forward and backward, through the adapters' calls."""
+    from pytest_longca.kernels.flex import Flex
+
+    for seqlen in seqlens:
+        say(f"\n{seqlen} tokens, {bench.heads_q}:{bench.heads_kv}, D {bench.head_dim}: TFLOP/s fwd, bwd; ratio to flex; flex's TFLOP/s")
+        ratios: dict[str, list[float]] = {"fwd": [], "bwd": []}
+        for name in STATIC:
+            if bench.late:
+                say("out of time")
+                break
+            case = bench.case(name, seqlen)
+            x = make_inputs(case, "cuda")
+            ours, theirs = measure(own_call(case, x, launch), case, x), measure(Flex().bind(case, x), case, x)
+            worst = max((a.float() - b.float()).abs().amax().item() for a, b in zip(ours[2], theirs[2], strict=True))
+            for part, mine, other in zip(ratios, ours, theirs, strict=False):
+                ratios[part].append(other / mine)
+            speeds = " ".join(
+                f"{case.flop(d) / ms / 1e9:6.0f}"
+                for d, ms in zip((Direction.FWD, Direction.BWD) * 2, (*ours[:2], *theirs[:2]), strict=True)
+            )
+            say(f"{name:>24} {ratios['fwd'][-1]:6.2f} {ratios['bwd'][-1]:6.2f}  {speeds}  max|diff| {worst:.3g}")
+            bench.found[f"{name}:{seqlen}"] = {"flashmask": ours[:2], "flex": theirs[:2]}
+        if ratios["fwd"]:
+            means, least = (" ".join(f"{f(ratios[part]):6.2f}" for part in ratios) for f in (geomean, min))
+            say(f"{'geometric mean':>24} {means}  minimum {least}")
+
+
+def own_call(case: Case, x: Inputs, launch: Launch) -> object:
+    """The adapter's own call with other tiles."""
+    from pytest_longca.kernel import AutogradCall
+
+    plan = plan_case(case, launch, x.q.device)
+    return AutogradCall(lambda q, k, v: attention.FlashMaskFunction.apply(q, k, v, plan, case.scale, launch), x, True)
+
+
+def measure(call: object, case: Case, x: Inputs) -> tuple[float, float, tuple[torch.Tensor, ...]]:
+    """(forward ms, backward ms, (out, dq, dk, dv))."""
+    fwd = median_ms(call.forward)
+    out, _ = call.forward()
+    return fwd, median_ms(lambda: call.backward(x.do)), (out.detach(), *call.backward(x.do))
+
+
+def limits(bench: Bench) -> None:
+    """Plan times, and the memory of 128K tokens."""
+    for seqlen in (32768, 131072, 524288):
+        case = bench.case("causal_document", seqlen)
+        launch = choose_launch(case.head_dim, torch.bfloat16, torch.device("cuda"))
+        times = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            plan_case(case, launch, torch.device("cuda"))
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - begin) * 1e3)
+        say(f"plan of {seqlen} tokens: {min(times):.2f} ms")
+    case = bench.case("causal_document", 131072)
+    x = make_inputs(case, "cuda")
+    held = sum(t.nbytes for t in (x.q, x.k, x.v, x.do))  # as much again are out, dq, dk and dv
+    before = torch.cuda.memory_allocated()
+    call = FlashMask().bind(case, x)
+    torch.cuda.reset_peak_memory_stats()
+    call.forward()
+    call.backward(x.do)
+    extra = torch.cuda.max_memory_allocated() - before - held
+    say(f"128K causal_document: {extra / (2 * held):.2%} memory beyond q, k, v, out and gradients")
+
+
+def warm(bench: Bench, what: str) -> None:
+    """Compile into the caches on disk and leave: "flex:MASK:SEQLEN" or "own:PART:INDEX"."""
+    kind, name, number = what.split(":")
+    if kind == "own":
+        base = choose_launch(bench.head_dim, torch.bfloat16, torch.device("cuda"))
+        launch = list(launches(name, base))[int(number)]
+        for case in bench.small_cases():
+            errors(case, launch)
+        return
+    from pytest_longca.kernels.flex import Flex
+
+    case = bench.case(name, int(number))
+    x = make_inputs(case, "cuda")
+    call = Flex().bind(case, x)
+    call.forward()
+    call.backward(x.do)
+
+
+def warm_all(jobs: list[str], processes: int) -> None:
+    """Run the compilations in other processes."""
+    running: list[subprocess.Popen[bytes]] = []
+    for job in jobs:
+        while len(running) >= processes:
+            running = [p for p in running if p.poll() is None]
+            time.sleep(0.05)
+        command = [sys.executable, *sys.argv, "--warm", job]
+        running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    for process in running:
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seqlens", default="8192,32768")
+    parser.add_argument("--heads", default="64:8")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--sweep", action="store_true", help="time every candidate tile first, and compare with the best")
+    parser.add_argument("--no-flex", action="store_true")
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--processes", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="a JSON file for all times")
+    parser.add_argument("--warm", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    heads_q, heads_kv = map(int, args.heads.split(":"))
+    bench = Bench(heads_q, heads_kv, args.head_dim, time.monotonic() + 60 * args.minutes)
+    if args.warm:
+        warm(bench, args.warm)
+        return
+    seqlens = [int(n) for n in args.seqlens.split(",")]
+    began = time.monotonic()
+    base = choose_launch(args.head_dim, torch.bfloat16, torch.device("cuda"))
+    own = [f"own:{part}:{i}" for part in PARTS for i in range(len(list(launches(part, base))))] if args.sweep else []
+    flex = [] if args.no_flex else [f"flex:{name}:{n}" for n in seqlens for name in STATIC]
+    warm_all(own + flex, args.processes)
+    say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; compiled ahead in {time.monotonic() - began:.0f} s")
+    torch.cuda.empty_cache()
+    best = base
+    if args.sweep:
+        end, bench.deadline = bench.deadline, began + 60 * args.minutes * SWEEP_SHARE
+        best = sweep(bench, base, seqlens)
+        sweep_order(bench, best, seqlens[-1:])
+        bench.deadline = end
+    if not args.no_flex:
+        compare(bench, best, seqlens)
+    limits(bench)
+    say("best: " + ", ".join(f"{part} {tile_name(getattr(best, part))}" for part in PARTS) + f"; {time.monotonic() - began:.0f} s in all")
+    if args.out:
+        args.out.write_text(json.dumps(bench.found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
