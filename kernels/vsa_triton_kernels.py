@@ -17,13 +17,22 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def _inside(num_tokens, D, tokens, dims, FULL: tl.constexpr):
+    """Which elements of a tile exist. `num_tokens` means nothing where tiles are full."""
+    if FULL:
+        return (dims[None, :] < D) & (tokens[:, None] >= 0)
+    else:
+        return (dims[None, :] < D) & (tokens[:, None] < num_tokens)
+
+
+@triton.jit
 def _load(pointer, stride, num_tokens, D, tokens, dims, FULL: tl.constexpr, PAD: tl.constexpr):
     """Rows `tokens` of a tile whose first row is at `pointer`; zeros from `num_tokens` on and from column D on."""
     pointers = pointer + tokens[:, None] * stride + dims[None, :]
     if FULL and not PAD:
         return tl.load(pointers)
     else:
-        return tl.load(pointers, mask=(tokens[:, None] < num_tokens) & (dims[None, :] < D), other=0.0)
+        return tl.load(pointers, mask=_inside(num_tokens, D, tokens, dims, FULL), other=0.0)
 
 
 @triton.jit
@@ -32,7 +41,7 @@ def _store(pointer, stride, num_tokens, D, tokens, dims, value, FULL: tl.constex
     if FULL and not PAD:
         tl.store(pointers, value.to(pointer.dtype.element_ty))
     else:
-        tl.store(pointers, value.to(pointer.dtype.element_ty), mask=(tokens[:, None] < num_tokens) & (dims[None, :] < D))
+        tl.store(pointers, value.to(pointer.dtype.element_ty), mask=_inside(num_tokens, D, tokens, dims, FULL))
 
 
 @triton.jit
@@ -140,10 +149,11 @@ def vsa_triton_forward(
         top = new_top
         j, n = next_j, next_n
 
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    # An empty row has total 0 and top -inf: it gives out 0 and lse -inf.
+    total = tl.where(total == 0.0, 1.0, total)
+    acc = acc / total[:, None]
     pointer = out + batch.to(tl.int64) * out_sb + head.to(tl.int64) * out_sh + first.to(tl.int64) * out_ss
     _store(pointer, out_ss, num, DV, own, dims_v, acc, FULL_OWN, PAD_V)
-    # An empty row has total 0, whose logarithm is the -inf that it should report.
     tl.store(lse + tl.program_id(1).to(tl.int64) * seqlen_q + first + own, (top + tl.log2(total)) * LN2, mask=own < num)
 
 
@@ -244,6 +254,9 @@ def vsa_triton_dkdv(
             delta_row = tl.load(delta + row, mask=other < n, other=0.0)
         q_tile = _read(q, batch, head, i, q_sb, q_ss, q_sh, n, D, other, dims, FULL_OTHER, PAD_D, TMA)
         s = tl.dot(k_tile, tl.trans(q_tile))  # [BLOCK_N, BLOCK_M]
+        if not FULL_OWN:
+            # Keys behind the tile's end are zeros here: their scores of 0 may be far above lse, and inf * 0 is no 0.
+            s = tl.where(own[:, None] < num, s, -float("inf"))
         p = tl.exp2(s * scale_log2 - lse_log2[None, :])
         do_tile = _read(do, batch, head, i, do_sb, do_ss, do_sh, n, DV, other, dims_v, FULL_OTHER, PAD_V, TMA)
         dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc)
