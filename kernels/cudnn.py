@@ -65,7 +65,7 @@ class Cudnn(Kernel):
                 return packing.unpack(out), minus_infinity(packing.unpack_lse(stats[..., 0].T), packing)
             return out.transpose(1, 2), minus_infinity(stats[..., 0], packing)
 
-        facts = {"source": f"cuDNN {torch.backends.cudnn.version()}", "mask_form": packing.form}
+        facts = {"source": f"nvidia-cudnn-frontend {self.version()}, cuDNN {torch.backends.cudnn.version()}", "mask_form": packing.form}
         facts |= {"copies": copied({"q": inputs.q, "k": inputs.k, "v": inputs.v}, packing)}
         types = (*REFUSALS, "cudnn:cudnnGraphNotSupportedError")
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts, types)

@@ -59,7 +59,7 @@ class CudnnFlex(Kernel):
             out, lse = flex_attn_func(*(aligned(x) for x in (q, k, v)), mask_plan=plan, softmax_scale=case.scale, return_lse=True)
             return out, lse
 
-        facts = {"source": "cudnn.flex_attention", "mask_form": "row intervals"}
+        facts = {"source": f"cudnn.flex_attention {self.version()}", "mask_form": "row intervals"}
         facts |= {"copies": copied({"q": inputs.q, "k": inputs.k, "v": inputs.v})}
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts)
 

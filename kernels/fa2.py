@@ -8,6 +8,7 @@ Architectures: sm80 and later. Determinism: forward; not dq.
 """
 
 import functools
+import importlib.metadata
 import importlib.util
 import mmap
 from collections.abc import Callable
@@ -44,6 +45,9 @@ class Fa2(Kernel):
     )
     device_kernel_pattern = r"flash_fwd|flash_bwd"
 
+    def version(self) -> str | None:
+        return importlib.metadata.version("flash-attn" if is_package() else "torch")
+
     def also_refuses(self, case: Case, machine: Machine) -> str | None:
         varlen, largest = regular_form(case), compiled_head_dim()
         band = band_of(varlen)
@@ -60,18 +64,22 @@ class Fa2(Kernel):
 
     def bind(self, case: Case, inputs: Inputs) -> BackendCall:
         packing = packing_of(case, inputs.q.device)
-        is_package = importlib.util.find_spec(EXTENSION) is not None
-        kernel = (package_attention if is_package else torch_attention)(packing, case.scale)
+        kernel = (package_attention if is_package() else torch_attention)(packing, case.scale)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             out, lse = kernel(*(packing.pack(aligned(x)) for x in (q, k, v)))[:2]
             return packing.unpack(out), minus_infinity(packing.unpack_lse(lse), packing)
 
-        facts = {"source": "flash-attn" if is_package else "torch", "mask_form": packing.form}
+        facts = {"source": f"{'flash-attn' if is_package() else 'torch'} {self.version()}", "mask_form": packing.form}
         facts |= {"copies": copied({"q": inputs.q, "k": inputs.k, "v": inputs.v}, packing)}
         if packing.has_empty_rows:
             facts["empty_rows"] = "lse +inf turned into -inf"
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts)
+
+
+def is_package() -> bool:
+    """Whether flash-attn is installed: its extension, as FlashAttention-4 shares the name flash_attn."""
+    return importlib.util.find_spec(EXTENSION) is not None
 
 
 def package_attention(packing: Packing, scale: float) -> Callable[..., Any]:

@@ -65,7 +65,7 @@ class Fa3(Kernel):
             out, lse = kernel(*(packing.pack(aligned(x)) for x in (q, k, v)))[:2]
             return packing.unpack(out), minus_infinity(packing.unpack_lse(lse), packing)
 
-        facts = {"source": "flash_attn_interface", "mask_form": packing.form}
+        facts = {"source": f"flash_attn_interface {self.version()}", "mask_form": packing.form}
         facts |= {"copies": copied({"q": inputs.q, "k": inputs.k, "v": inputs.v}, packing)}
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts)
 

@@ -80,7 +80,7 @@ class Fa4(Kernel):
             out, lse = kernel(packing.pack(q), packing.pack(k), packing.pack(v))
             return packing.unpack(out), packing.unpack_lse(lse)
 
-        facts = {"source": "flash_attn.cute", "mask_form": packing.form if packing else f"lists of {TILE} x {TILE} tiles"}
+        facts = {"source": f"flash_attn.cute {self.version()}", "mask_form": packing.form if packing else f"lists of {TILE} x {TILE} tiles"}
         facts |= {"copies": copied({"q": inputs.q, "k": inputs.k, "v": inputs.v}, packing)}
         # FA4 checks its arguments with assert.
         types = (*REFUSALS, "builtins:AssertionError")

@@ -173,6 +173,12 @@ class Kernel(ABC):
         """The first requirement that is not installed, or None. Imports nothing."""
         return next((gap for need in self.requires if (gap := need.missing())), None)
 
+    def version(self) -> str | None:
+        """The version of its first requirement, of torch if it has none; None if that is not installed."""
+        packages = self.requires or (Requirement(distribution="torch", how="pip install torch"),)
+        found = packages[0].installed()
+        return found[1] if found else None
+
     def supports(self, case: Case, machine: Machine) -> Unsupported | None:
         """Why this kernel cannot do the case on such a machine, or None. Pure: no GPU, no backend import."""
         reason = self.capabilities.refusal(case, machine) or self.also_refuses(case, machine)

@@ -67,7 +67,7 @@ class Entry:
 
 def find(kernel: Kernel, case: Case, machine: Machine, outcome: Outcome, entries: Iterable[Entry] | None = None) -> Entry | None:
     """The entry that describes this outcome of this kernel on this case, or None."""
-    version = version_of(kernel)
+    version = kernel.version()
     for entry in load() if entries is None else entries:
         if entry.covers(kernel.name, version, machine, case.mask.name) and entry.describes(outcome):
             return entry
@@ -76,7 +76,7 @@ def find(kernel: Kernel, case: Case, machine: Machine, outcome: Outcome, entries
 
 def due(kernel: Kernel, machine: Machine, entries: Iterable[Entry] | None = None) -> list[Entry]:
     """The entries about this kernel as it is installed here: the ones whose smallest case a run must try again."""
-    version = version_of(kernel)
+    version = kernel.version()
     mine = [entry for entry in (load() if entries is None else entries) if entry.kernel == kernel.name]
     return [entry for entry in mine if entry.covers(kernel.name, version, machine, entry.mask)]
 
@@ -91,16 +91,6 @@ def stale(entry: Entry, outcome: Outcome) -> str | None:
         what = f"{entry.kernel} passes its smallest case {entry.case}"
         return f"known failure {entry.name!r} is stale: {what}: remove the entry, or narrow its versions"
     return f"known failure {entry.name!r} is stale: {entry.kernel} fails otherwise than {entry.message!r} says: {outcome.reason}"
-
-
-def version_of(kernel: Kernel) -> str | None:
-    """The version of the first package that the kernel needs; torch's for a kernel that needs none; None if it is not installed."""
-    import importlib.metadata
-
-    for requirement in kernel.requires:
-        found = requirement.installed()
-        return found[1] if found else None
-    return importlib.metadata.version("torch")
 
 
 @lru_cache(maxsize=8)

@@ -10,7 +10,7 @@ from pytest_longca.errors import InvalidArgument
 from pytest_longca.ids import parse_case
 from pytest_longca.inputs import Inputs
 from pytest_longca.kernel import Call, Kernel, Requirement
-from pytest_longca.known_failures import ANY, Entry, due, find, load, stale, version_of
+from pytest_longca.known_failures import ANY, Entry, due, find, load, stale
 from pytest_longca.machine import CPU, H200, Machine
 from pytest_longca.masks.regular import Causal, Full
 from pytest_longca.outcome import Crashed, NotInstalled, NotVerified, Outcome, OutOfMemory, Passed, TimedOut, Unsupported, Wrong
@@ -116,9 +116,9 @@ def test_version_is_that_of_the_package_or_of_torch() -> None:
     class Missing(Fake):
         requires = (Requirement(distribution="no-such-package", how=""),)
 
-    assert version_of(Fake()) == package.__version__
-    assert str(torch.__version__).startswith(version_of(Plain()) or "?")
-    assert version_of(Missing()) is None
+    assert Fake().version() == package.__version__
+    assert str(torch.__version__).startswith(Plain().version() or "?")
+    assert Missing().version() is None
 
 
 ENTRY = """
