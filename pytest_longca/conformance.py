@@ -22,7 +22,7 @@ from pytest_longca.outcome import (
     Unsupported,
     Wrong,
 )
-from pytest_longca.report.record import Record
+from pytest_longca.report.record import Record, shape_of
 
 if TYPE_CHECKING:
     from pytest_longca.case import Case
@@ -83,9 +83,8 @@ def finish(
     """Record a case that ended a cell, and pass, skip or fail the test with everything that is needed to redo it."""
     replay = f"pytest --longca-kernels={kernel} --longca-case='{case.id}'"
     outcome = known(session, kernel, case, verification.outcome)
-    keep(
-        item, _record(session, stage, kernel, case.mask.name, outcome, findings, case=case.id, direction=str(case.direction), replay=replay)
-    )
+    about = {"case": case.id, "shape": shape_of(case), "direction": str(case.direction), "replay": replay}
+    keep(item, _record(session, stage, kernel, case.mask.name, outcome, findings, **about))
     conclude(outcome, _message(kernel, case, verification, replay))
 
 

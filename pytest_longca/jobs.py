@@ -1,6 +1,7 @@
 """What a worker does: one function for each request, JSON in and JSON out."""
 
 import dataclasses
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ class Workshop:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
+        self.name = uuid.uuid4().hex[:12]  # tells processes apart in records; a pid may come again
         self._machine: Machine | None = None
 
     @property
@@ -68,6 +70,7 @@ def _time(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
     return {
         "outcome": again.outcome.to_json(),
         "timing": dataclasses.asdict(timing),
+        "process": shop.name,
         "device_kernels": names,
         "protocol": CLOCKS[shop.machine.device].protocol,
     }

@@ -10,7 +10,7 @@ from pytest_longca.errors import DidNotRun
 from pytest_longca.ids import parse_case
 from pytest_longca.outcome import Passed
 from pytest_longca.replay import replay
-from pytest_longca.report.record import Record
+from pytest_longca.report.record import Record, shape_of
 
 if TYPE_CHECKING:
     from pytest_longca.case import Case
@@ -57,10 +57,12 @@ def _record(session: "Session", kernel: str, case: "Case", findings: Findings, a
         mask=case.mask.name,
         outcome=Passed().to_json(),
         case=case.id,
+        shape=shape_of(case),
         direction=str(case.direction),
         num_examples=2,
         verdicts=findings.verdicts(),
         samples_ms=timing["samples_ms"],
+        process=answer["process"],
         plan_ms=timing["plan_ms"],
         compile_ms=timing["compile_ms"],
         launch_ms=timing["launch_ms"],

@@ -192,7 +192,7 @@ class _Times:
         return self.limits.floor_ms / (statistics.median(self._anchor_medians(key, series).values()) if self.anchor else 1.0)
 
     def _anchor_medians(self, key: Key, series: SeriesByKey) -> dict[str, float]:
-        anchor_key = Key(self.anchor or "", key.mask, key.stage, key.case, key.direction, key.mechanism, key.world_size)
+        anchor_key = dataclasses.replace(key, kernel=self.anchor or "")
         return series[anchor_key].medians_ms(self.limits.samples) if anchor_key in series else {}
 
 

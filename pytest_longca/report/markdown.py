@@ -32,30 +32,41 @@ def escape(text: str) -> str:
     return " ".join(escaped.split())
 
 
+def code(text: str) -> str:
+    """Text as code in a table cell, to be copied; nothing if it is empty."""
+    return "`" + " ".join(text.split()).replace("`", "'").replace("|", "\\|") + "`" if text else ""
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of escaped texts."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(escape(cell) if number != 1 else cell for cell in line) + " |" for number, line in enumerate(lines))
+    """A table of cells that are Markdown already."""
+    lines = [[escape(cell) for cell in header], ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _matrix(found: Matrix) -> str:
-    rows = [
-        [mask, *(MARKS[found.cells[kernel, mask]].word if (kernel, mask) in found.cells else "" for kernel in found.kernels)]
-        for mask in found.masks
-    ]
+    rows = [[escape(mask), *(escape(_word(found, kernel, mask)) for kernel in found.kernels)] for mask in found.masks]
     legend = ", ".join(f"**{escape(MARKS[kind].word)}** {MARKS[kind].meaning}" for kind in found.used())
     return table(["mask", *found.kernels], rows) + "\n\n" + legend
 
 
+def _word(found: Matrix, kernel: str, mask: str) -> str:
+    return MARKS[found.cells[kernel, mask]].word if (kernel, mask) in found.cells else ""
+
+
 def _reasons(found: Matrix) -> str:
-    rows = [[reason.kernel, reason.text, ", ".join(reason.masks), reason.replay or ""] for reason in found.reasons]
+    rows = [
+        [escape(reason.kernel), escape(reason.text), escape(", ".join(reason.masks)), code(reason.replay or "")] for reason in found.reasons
+    ]
     if not rows:
         return ""
     return "## Why not\n\n" + table(["kernel", "reason", "masks", "replay"], rows)
 
 
 def _fastest(records: Sequence[Record]) -> str:
-    rows = [[key.mask, key.shape, key.direction, column(ranked[0]), *_figures(ranked[0])] for key, ranked in fastest(records).items()]
+    rows = [
+        [*map(escape, (key.mask, key.shape, key.direction, column(ranked[0]))), *_figures(ranked[0])]
+        for key, ranked in fastest(records).items()
+    ]
     if not rows:
         return ""
     return "## Fastest verified kernel\n\n" + table(["mask", "shape", "pass", "kernel", "ms", "TFLOP/s", "of peak"], rows)
@@ -68,11 +79,11 @@ def _figures(record: Record) -> list[str]:
 
 def _gate(comparison: Comparison) -> str:
     rows = [
-        [finding.verdict.value, finding.quantity, str(row.key), finding.reason]
+        [finding.verdict.value, finding.quantity, code(str(row.key)), escape(finding.reason)]
         for row in by_gravity(comparison)
         for finding in row.findings
         if finding.verdict is not Verdict.OK
     ]
-    run = [[finding.verdict.value, finding.quantity, "the whole run", finding.reason] for finding in comparison.run]
+    run = [[finding.verdict.value, finding.quantity, "the whole run", escape(finding.reason)] for finding in comparison.run]
     findings = table(["verdict", "quantity", "case", "why"], [*run, *rows]) if run or rows else ""
     return f"## Gate: {escape(conclusion(comparison))}\n\n{findings}".rstrip()

@@ -8,16 +8,18 @@ from pytest_longca.errors import InvalidArgument
 from pytest_longca.report.figures import worst_error
 from pytest_longca.report.record import Record
 
+CELL_STAGES = frozenset({"probes", "examples"})
+"""Stages that judge a kernel on a mask with many cases: the case in such a record is the one that failed, not what was asked."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """What must be equal for two records to be about the same thing."""
+    """What must be equal for two records to be about the same thing. A case's id says its direction too."""
 
     kernel: str
     mask: str
     stage: str
     case: str
-    direction: str
     mechanism: str
     world_size: int
 
@@ -28,9 +30,8 @@ class Key:
 
 def key_of(record: Record) -> Key:
     """The key of a record."""
-    return Key(
-        record.kernel, record.mask, record.stage, record.case or "", record.direction or "", record.mechanism or "", record.world_size
-    )
+    case = "" if record.stage in CELL_STAGES else record.case or ""
+    return Key(record.kernel, record.mask, record.stage, case, record.mechanism or "", record.world_size)
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ class Series:
 
     def errors(self) -> list[float]:
         """The worst error over its limit of each record on a fixed case. Drawn examples differ from run to run and do not count."""
-        errors = (worst_error(record) for record in self.records if record.case)
+        errors = (worst_error(record) for record in self.records if record.stage not in CELL_STAGES)
         return [error for error in errors if error is not None]
 
     @property

@@ -179,6 +179,16 @@ def test_floors_keep_tiny_differences_of_tiny_kernels_out() -> None:
     assert only(compare(run(verdicts=tiny), run(2, verdicts=[{"tensor": "out", "error_over_limit": 0.005}]))) is Verdict.OK
 
 
+def test_a_cell_whose_drawn_case_fails_is_wrong_and_not_a_missing_and_a_new_one() -> None:
+    passed = timing(stage="examples", case=None, direction=None, samples_ms=None)
+    failed = timing(stage="examples", case="causal(seqlen_q=3)/fwd", samples_ms=None, outcome=Wrong("off").to_json())
+    assert only(compare([passed], [failed])) is Verdict.WRONG
+
+
+def test_a_case_that_failed_before_it_was_timed_is_still_that_case() -> None:
+    assert only(compare(run(), run(2, direction=None, samples_ms=None, outcome=Wrong("off").to_json()))) is Verdict.WRONG
+
+
 def test_drawn_examples_are_compared_by_outcome_only() -> None:
     drawn: dict[str, Any] = {"stage": "examples", "case": None, "samples_ms": None, "peak_bytes": None}
     worse = [{"tensor": "out", "error_over_limit": 0.9}]

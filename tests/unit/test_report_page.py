@@ -13,7 +13,7 @@ from pytest_longca.outcome import Passed, Unsupported, Wrong
 from pytest_longca.report.compare import compare
 from pytest_longca.report.gallery import draw, gallery
 from pytest_longca.report.html import embed, environment, html_report
-from pytest_longca.report.markdown import escape, markdown
+from pytest_longca.report.markdown import code, escape, markdown
 from pytest_longca.report.record import Record, shape_of
 from pytest_longca.report.view import FIELDS, TEXTS, view
 
@@ -141,7 +141,7 @@ def test_markdown_shows_the_gate_first() -> None:
     old, new = [timing(process=f"p{number}") for number in range(5)], [timing(ms=3.0, process=f"q{number}") for number in range(2)]
     text = markdown(new, compare(old, new))
     assert text.index("## Gate: REGRESSED (slower): 1 cases compared") < text.index("| mask |")
-    assert re.search(r"\| slower \| time \| flex causal.* \| \+50.0% where 5% must be caught \|", text)
+    assert re.search(r"\| slower \| time \| `flex causal.*` \| \+50.0% where 5% must be caught \|", text)
 
 
 def test_markdown_keeps_hostile_text_inside_its_cell() -> None:
@@ -151,3 +151,4 @@ def test_markdown_keeps_hostile_text_inside_its_cell() -> None:
     assert "<" not in line
     assert "second line" in line
     assert escape("a|b") == "a\\|b"
+    assert code("pytest --longca-case='a_b|`c`'") == "`pytest --longca-case='a_b\\|'c''`"
