@@ -13,7 +13,7 @@ from pytest_longca.errors import DidNotRun
 from pytest_longca.kernel import Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.outcome import NotVerified, Outcome, OutOfMemory, Passed, Unsupported, Wrong, outcome_from_json
-from pytest_longca.subject import Finding, Malformed, Subject, as_finding
+from pytest_longca.subject import Finding, Malformed, Subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Check:
 
 def truth(subject: Subject) -> list[Finding]:
     """P5: out, lse and gradients against the high-precision reference."""
-    return [as_finding("truth", verdict) for verdict in subject.judge(subject.result) if not verdict.ok]
+    return subject.wrong("truth", subject.result)
 
 
 def _always(subject: Subject) -> bool:

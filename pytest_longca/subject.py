@@ -21,6 +21,8 @@ from pytest_longca.reference import Reference, cached_reference
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 GRADIENTS = ("dq", "dk", "dv")
+LISTED_ROWS = 256
+"""Extent up to which all rows of a place are listed; beyond, only the worst."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,9 @@ class Subject:
 
     @cached_property
     def result(self) -> Result:
-        """What the kernel gave the first time, in ordinary memory."""
-        return self.run(self.case, self.inputs)
+        """What the kernel gave the first time, in ordinary memory; copies, which no later call can change."""
+        given = self.run(self.case, self.inputs)
+        return Result(**{name: None if (x := getattr(given, name)) is None else x.clone() for name in TENSORS})
 
     def other(self, case: Case) -> "Subject":
         """The same kernel on another case."""
@@ -97,13 +100,28 @@ class Subject:
         """What the truth says against a result that was had under a circumstance; none if it equals the clean one bit by bit."""
         if same_bits(result, self.result):
             return []
-        return [as_finding(check, verdict, circumstance) for verdict in self.judge(result) if not verdict.ok]
+        return self.wrong(check, result, circumstance)
+
+    def wrong(self, check: str, result: Result, circumstance: str = "") -> list[Finding]:
+        """What the truth says against a result, as findings of a check."""
+        prefix = f"{circumstance}: " if circumstance else ""
+        return [
+            Finding(check, verdict.tensor, prefix + verdict.message, _place(verdict, self.case.group), verdict.error_over_limit)
+            for verdict in self.judge(result)
+            if not verdict.ok
+        ]
 
 
-def as_finding(check: str, verdict: Verdict, circumstance: str = "") -> Finding:
-    """A verdict that is not ok, as a finding of a check."""
-    message = f"{circumstance}: {verdict.message}" if circumstance else verdict.message
-    return Finding(check, verdict.tensor, message, verdict.to_json().get("place"), verdict.error_over_limit)
+def _place(verdict: Verdict, group: int) -> dict[str, Any] | None:
+    """Where a verdict's bad rows are: batch, query head, and rows (queries) or keys."""
+    place = verdict.place
+    if place is None:
+        return None
+    first, last = place.rows
+    among = list(range(first, last + 1)) if last - first < LISTED_ROWS else [place.row]
+    if verdict.tensor in ("dk", "dv"):
+        return {"batch": place.batch, "head": place.head * group, "keys": among}
+    return {"batch": place.batch, "head": place.head, "rows": among}
 
 
 def same_bits(one: Result, two: Result) -> bool:

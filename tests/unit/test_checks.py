@@ -1,0 +1,223 @@
+"""`verify`: every way a kernel can end is an outcome, and every circumstance check has something that only it can see."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pytest_longca.case import Case, Direction
+from pytest_longca.checknames import CHECK_INFO, DEFAULT, PROBES, select_checks
+from pytest_longca.checks import CHECKS, Verification, verify
+from pytest_longca.errors import DidNotRun, InvalidArgument
+from pytest_longca.faults import FAULTS
+from pytest_longca.inputs import Inputs
+from pytest_longca.kernel import AutogradCall, Call, Kernel
+from pytest_longca.kernels.naive import Naive
+from pytest_longca.machine import CPU
+from pytest_longca.masks.document import CausalDocument
+from pytest_longca.masks.regular import Causal, Full
+from pytest_longca.outcome import Crashed, NotVerified, OutOfMemory, Passed, Unsupported, Wrong
+
+CASE = Case(mask=Causal(9, 9), batch=2, heads_q=4, heads_kv=2, head_dim=16)
+
+
+class Scripted(Kernel):
+    """A kernel whose forward and backward are given functions over naive's results."""
+
+    name = "scripted"
+
+    def __init__(self, forward: Callable[..., object] | None = None, backward: Callable[..., object] | None = None) -> None:
+        self.steps = (forward, backward)
+
+    def bind(self, case: Case, inputs: Inputs) -> Call:
+        call, (forward, backward) = Naive().bind(case, inputs), self.steps
+
+        class Script(Call):
+            def forward(self):  # type: ignore[no-untyped-def]
+                answer = call.forward()
+                return forward(*answer) if forward else answer
+
+            def backward(self, do):  # type: ignore[no-untyped-def]
+                grads = call.backward(do)
+                return backward(*grads) if backward else grads
+
+        return Script()
+
+
+def raising(error: Exception) -> Callable[..., object]:
+    def step(*_: object) -> object:
+        raise error
+
+    return step
+
+
+def test_a_correct_kernel_passes_everything_on_the_cpu() -> None:
+    verification = verify(Naive(), CASE, CPU, ["all"])
+    assert verification.outcome == Passed()
+    assert set(verification.checks) == set(CHECK_INFO) - {"resources"}
+    assert set(verification.worst) == {"out", "lse", "dq", "dk", "dv"}
+    assert all(0 <= ratio <= 1 for ratio in verification.worst.values())
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (DidNotRun(Unsupported("no such tile")), Unsupported("no such tile")),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), OutOfMemory("CUDA out of memory. Tried to allocate 9 GiB")),
+        (MemoryError(), OutOfMemory("MemoryError")),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate"),
+            OutOfMemory("[enforce fail] DefaultCPUAllocator: can't allocate"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_what_a_kernel_raises_becomes_its_outcome(error: Exception, outcome: object, stage: str) -> None:
+    assert verify(Scripted(**{stage: raising(error)}), CASE, CPU).outcome == outcome
+
+
+def test_an_unexpected_exception_is_a_crash_with_its_text_and_traceback() -> None:
+    outcome = verify(Scripted(forward=raising(ValueError("tile 7\nmore"))), CASE, CPU).outcome
+    assert isinstance(outcome, Crashed)
+    assert outcome.reason == "scripted raised ValueError: tile 7"
+    assert "Traceback" in outcome.stderr and "tile 7" in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda out, lse: out, "forward returned a Tensor: it must return (out, lse or None)"),
+        (lambda out, lse: (None, lse), "the kernel returned None where a tensor of shape [2, 9, 4, 16] is due"),
+        (
+            lambda out, lse: (out.transpose(1, 2), lse),
+            "has shape [2, 4, 9, 16], due is [2, 9, 4, 16] (batch, seqlen_q, heads_q, head_dim_v)",
+        ),
+        (lambda out, lse: (out.double(), lse), "has dtype torch.float64, due is torch.float32"),
+        (lambda out, lse: (out, lse.half()), "has dtype torch.float16, due is torch.float32 or torch.float64"),
+        (lambda out, lse: (out, lse.mT), "has shape [2, 9, 4], due is [2, 4, 9] (batch, heads_q, seqlen_q)"),
+    ],
+)
+def test_a_malformed_forward_is_wrong_and_says_what_is_due(forward: Callable[..., object], message: str) -> None:
+    outcome = verify(Scripted(forward=forward), CASE, CPU).outcome
+    assert isinstance(outcome, Wrong) and message in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("backward", "message"),
+    [
+        (lambda dq, dk, dv: (dq, dk), "backward returned a tuple of 2: it must return (dq, dk, dv)"),
+        (lambda dq, dk, dv: (dq, None, dv), "dk: the kernel returned None where a tensor of shape [2, 9, 2, 16] is due"),
+        (lambda dq, dk, dv: (dq, dk, dv.repeat(1, 1, 2, 1)), "dv: has shape [2, 9, 4, 16], due is [2, 9, 2, 16]"),
+    ],
+)
+def test_a_malformed_backward_is_wrong_and_says_what_is_due(backward: Callable[..., object], message: str) -> None:
+    outcome = verify(Scripted(backward=backward), CASE, CPU).outcome
+    assert isinstance(outcome, Wrong) and message in outcome.reason
+
+
+def test_what_a_kernel_declares_that_it_cannot_do_is_not_run() -> None:
+    class Picky(Scripted):
+        def also_refuses(self, case: Case, machine: object) -> str:
+            return "never"
+
+    assert verify(Picky(raising(AssertionError("ran"))), CASE, CPU).outcome == Unsupported("never")
+
+
+def test_a_refusal_of_a_stranger_layout_is_a_fact_and_no_failure() -> None:
+    class Dense(Naive):
+        def bind(self, case: Case, inputs: Inputs) -> AutogradCall:
+            if not inputs.q.is_contiguous():
+                raise DidNotRun(Unsupported("takes contiguous operands only"))
+            return super().bind(case, inputs)
+
+    verification = verify(Dense(), CASE, CPU, ["truth", "layout", "repeat"])
+    assert verification.outcome == Passed()
+    assert verification.facts["layout skipped"] == "takes contiguous operands only"
+
+
+def test_nothing_to_check_is_not_a_pass() -> None:
+    assert isinstance(verify(Naive(), CASE, CPU, ["resources"]).outcome, NotVerified)
+
+
+def test_a_verification_survives_json() -> None:
+    verification = verify(FAULTS["dk_unscaled"].plant(Naive()), CASE, CPU, ["default"])
+    assert isinstance(verification.outcome, Wrong) and verification.outcome.reproducible
+    assert Verification.from_json(json.loads(json.dumps(verification.to_json()))) == verification
+
+
+def test_any_seed_runs_without_what_ran_before() -> None:
+    alone = verify(Naive(), replace(CASE, seed=5), CPU).worst
+    verify(Naive(), replace(CASE, seed=6), CPU)
+    assert verify(Naive(), replace(CASE, seed=5), CPU).worst == alone
+
+
+def test_a_failure_that_does_not_come_back_is_marked_as_such() -> None:
+    calls = iter([True])
+    once = Scripted(forward=lambda out, lse: (out + 1 if next(calls, False) else out, lse))
+    outcome = verify(once, replace(CASE, direction=Direction.FWD), CPU, ["truth"]).outcome
+    assert isinstance(outcome, Wrong) and outcome.reproducible is False
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "case"),
+    [
+        ("dq_tail_unwritten", "poison", CASE),
+        ("reads_beyond_values", "poison", CASE),
+        ("writes_beyond_keys", "guard", CASE),
+        ("q_changed_in_place", "guard", CASE),
+        ("race_out", "repeat", replace(CASE, direction=Direction.FWD)),
+        ("q_strides_ignored", "layout", CASE),
+        ("do_strides_ignored", "layout", CASE),
+        ("mask_cached_by_shape", "state", replace(CASE, mask=CausalDocument((4, 5)), seed=1)),
+        ("out_buffer_reused", "state", replace(CASE, seed=1)),
+        ("backward_of_latest", "state", CASE),
+        ("no_maximum", "scale", replace(CASE, mask=Full(9, 9))),
+    ],
+)
+def test_each_circumstance_check_sees_by_itself_what_it_is_for(fault: str, check: str, case: Case) -> None:
+    verification = verify(FAULTS[fault].plant(Naive()), case, CPU, [check])
+    assert isinstance(verification.outcome, Wrong), fault
+    assert {finding.check for finding in verification.findings} == {check}
+
+
+def test_a_kernel_that_promises_determinism_is_held_to_every_bit() -> None:
+    calls = iter(range(100))
+
+    class Jittery(Scripted):
+        deterministic = True
+
+    jittery = Jittery(forward=lambda out, lse: (out * (1 + 2.0**-23 * (next(calls) % 2)), lse))
+    findings = verify(jittery, replace(CASE, direction=Direction.FWD), CPU, ["repeat"]).findings
+    assert "promises the same bits every time" in findings[0].message
+    Jittery.deterministic = False
+    assert verify(jittery, replace(CASE, direction=Direction.FWD), CPU, ["repeat"]).outcome == Passed()
+
+
+@pytest.mark.parametrize("needed", ["dk, dv", "dq"])
+def test_training_sees_a_backward_that_fails_for_partial_gradients(needed: str) -> None:
+    class Partial(Naive):
+        def bind(self, case: Case, inputs: Inputs) -> AutogradCall:
+            right = super().bind(case, inputs).function
+            wanted = [name in needed for name in ("dq", "dk", "dv")]
+
+            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+                out, lse = right(q, k, v)
+                is_partial = [x.requires_grad for x in (q, k, v)] == wanted
+                return (out + (q.sum() if q.requires_grad else k.sum()) if is_partial else out), lse
+
+            return AutogradCall(attend, inputs)
+
+    findings = verify(Partial(), CASE, CPU, ["training"]).findings
+    assert findings and all(finding.message.startswith(f"with only {needed} asked for") for finding in findings)
+
+
+def test_names_and_code_of_the_checks_agree() -> None:
+    assert CHECKS.keys() == CHECK_INFO.keys()
+    assert set(PROBES) | set(DEFAULT) == {name for name, info in CHECK_INFO.items() if info.tier == "default"}
+
+
+def test_an_unknown_check_lists_the_closest() -> None:
+    with pytest.raises(InvalidArgument, match="unknown check 'turth': did you mean 'truth'"):
+        select_checks(["turth"])

@@ -1,0 +1,64 @@
+"""The picture of a failing mask."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_longca.case import Case
+from pytest_longca.mask import PredicateMask
+from pytest_longca.masks.document import CausalDocument
+from pytest_longca.masks.regular import Causal, CausalSlidingWindow
+from pytest_longca.picture import draw, picture
+from pytest_longca.subject import Finding
+
+
+def test_a_short_mask_is_drawn_key_by_key_with_what_is_wrong() -> None:
+    assert picture(CausalDocument((2, 3)), rows=[3], keys=[0, 2]).splitlines() == [
+        "causal_document, 5 queries (down) x 5 keys, one character each: # all visible, + some, . none; X wrong there",
+        "#....",
+        "##...",
+        "..#..",
+        "X.X#. <",
+        "..###",
+        "^ ^",
+    ]
+
+
+def test_a_long_mask_is_drawn_in_tiles() -> None:
+    lines = picture(Causal(640, 640), rows=[0, 639]).splitlines()
+    assert "a character is 10 x 10" in lines[0]
+    assert lines[1] == "+" + "." * 63 + " <"
+    assert lines[2] == "#+" + "." * 62
+    assert lines[64] == "#" * 63 + "+ <"
+
+
+def test_a_very_long_mask_costs_no_dense_mask() -> None:
+    lines = picture(CausalSlidingWindow(2**19, 2**19, window=2**17)).splitlines()
+    assert len(lines) == 65 and all(len(line) == 64 for line in lines[1:])
+    assert lines[-1] == "." * 47 + "+" + "#" * 15 + "+"
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.integers(8, 64))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_no_picture_is_wider_or_higher_than_asked(seqlen_q: int, seqlen_kv: int, width: int) -> None:
+    lines = picture(Causal(seqlen_q, seqlen_kv), width=width).splitlines()[1:]
+    assert len(lines) <= width and all(len(line) <= width for line in lines)
+
+
+def test_the_head_and_batch_of_the_first_place_are_drawn() -> None:
+    mask = PredicateMask(lambda b, h, i, j: (j <= i + h) & (b >= 0), 3, 4, num_heads=2, num_batches=2)
+    case = Case(mask=mask, batch=2, heads_q=2, heads_kv=1, head_dim=8)
+    findings = [
+        Finding("truth", "lse", "no place"),
+        Finding("truth", "out", "", {"batch": 1, "head": 1, "rows": [2]}),
+        Finding("truth", "dk", "", {"batch": 1, "head": 1, "keys": [3]}),
+        Finding("truth", "dq", "", {"batch": 0, "head": 1, "rows": [0]}),
+    ]
+    lines = draw(case, findings).splitlines()
+    assert lines[0].startswith("custom, batch 1, head 1, 3 queries")
+    assert lines[1:] == ["##..", "###.", "###X <", "   ^"]
+
+
+@pytest.mark.parametrize("findings", [[], [Finding("truth", "out", "shape")]])
+def test_findings_without_a_place_leave_the_mask_unmarked(findings: list[Finding]) -> None:
+    assert draw(Case(mask=Causal(2, 2), head_dim=8), findings).splitlines()[1:] == ["#.", "##"]

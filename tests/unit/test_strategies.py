@@ -1,0 +1,154 @@
+"""Drawn cases: awkward where it matters, always possible, plain when shrunk."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import strategies as st
+
+from pytest_longca.case import Case, Direction, Layout, Values
+from pytest_longca.catalogue import MASKS
+from pytest_longca.errors import InvalidArgument
+from pytest_longca.ids import parse_case
+from pytest_longca.kernel import Capabilities, Kernel
+from pytest_longca.kernels.naive import Naive
+from pytest_longca.machine import CPU, H200, Machine
+from pytest_longca.mask import Form
+from pytest_longca.strategies import COMPILED_LENGTHS, INTERPRETED_SCORES, SCORES, TILE_EDGES, cases, probe_cases
+
+MANY = settings(max_examples=150, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def drawn(strategy: st.SearchStrategy[Case], number: int = 150) -> list[Case]:
+    found: list[Case] = []
+
+    @settings(MANY, max_examples=number, phases=[Phase.generate])
+    @given(strategy)
+    def collect(case: Case) -> None:
+        found.append(case)
+
+    collect()
+    return found
+
+
+def scores(case: Case) -> int:
+    return case.batch * case.heads_q * case.seqlen_q * case.seqlen_kv
+
+
+class Narrow(Naive):
+    """A kernel with the limits of the narrowest hardware kernels."""
+
+    name = "narrow"
+    capabilities = Capabilities(dtypes=frozenset({"bf16"}), head_dims=(64, 128), gqa=False, unequal_head_dims=False, backward=False)
+
+    def also_refuses(self, case: Case, machine: Machine) -> str | None:
+        is_odd = case.layouts != (Layout.CONTIGUOUS,) * 4 or case.scale != case.head_dim**-0.5
+        return "contiguous operands and the usual scale only" if is_odd else None
+
+
+class Blocky(Narrow):
+    """One block size only, and a map for each query head."""
+
+    capabilities = Capabilities(masks=frozenset({Form.BLOCK_MAP}), dtypes=frozenset({"bf16"}), head_dims=(64, 128))
+
+    def also_refuses(self, case: Case, machine: Machine) -> str | None:
+        return None if getattr(case.mask, "block_size", 0) == 128 else "blocks of 128 only"
+
+
+@given(cases())
+@MANY
+def test_every_drawn_case_is_affordable_and_its_id_reads_back(case: Case) -> None:
+    assert scores(case) <= max(SCORES, case.batch * case.heads_q * 8 * 8) or case.mask.heads > 1
+    assert parse_case(case.id) == case
+
+
+@pytest.mark.parametrize("mask", [name for name in MASKS if not name.endswith("_block")])
+@pytest.mark.parametrize("kernel", [Naive(), Narrow()], ids=lambda kernel: kernel.name)
+def test_only_what_the_kernel_supports_is_drawn(kernel: Kernel, mask: str) -> None:
+    found = drawn(cases([mask], kernel), 40)
+    assert len(found) == 40
+    assert all(kernel.supports(case, CPU) is None for case in found)
+
+
+def test_a_kernel_for_one_block_size_gets_masks_of_that_size() -> None:
+    found = drawn(cases(["uniform_block"], Blocky()), 30)
+    assert {getattr(case.mask, "block_size") for case in found} == {128}  # noqa: B009  # a field of this mask kind alone
+    assert probe_cases("uniform_block", Blocky())
+
+
+def test_every_awkward_thing_is_drawn() -> None:
+    found = drawn(cases(["causal_document", "full_document"]), 400)
+    wanted: dict[str, Callable[[Case], bool]] = {
+        "empty document": lambda case: 0 in case.mask.doc_lens,  # type: ignore[attr-defined]  # documents
+        "one-token document": lambda case: 1 in case.mask.doc_lens,  # type: ignore[attr-defined]
+        "unequal lengths": lambda case: case.seqlen_q != case.seqlen_kv,
+        "a length at a tile edge": lambda case: case.seqlen_q in TILE_EDGES,
+        "rows that see nothing": lambda case: bool((~case.mask.dense().any(-1)).any()),
+        "group 7": lambda case: case.group == 7,
+        "group unequal heads_kv": lambda case: case.group == 3 and case.heads_kv == 2,
+        "odd multiple of 8": lambda case: case.head_dim % 16 == 8,
+        "unequal head dims": lambda case: case.head_dim_v != case.head_dim,
+        "batch": lambda case: case.batch == 3,
+        "four layouts apart": lambda case: len(set(case.layouts)) == 4,
+        "custom scale": lambda case: case.scale == 0.37,
+        **{f"dtype {dtype}": lambda case, dtype=dtype: case.dtype == dtype for dtype in ("fp32", "bf16", "fp16")},  # type: ignore[misc]  # default argument
+        **{f"values {values}": lambda case, values=values: case.values is values for values in Values},  # type: ignore[misc]
+        **{f"layout {layout}": lambda case, layout=layout: layout in case.layouts for layout in Layout},  # type: ignore[misc]
+    }
+    assert [what for what, is_it in wanted.items() if not any(map(is_it, found))] == []
+
+
+@pytest.mark.parametrize(
+    ("fails", "smallest"),
+    [
+        (lambda case: case.seqlen_q > 16, lambda case: case.seqlen_q == 17),
+        (lambda case: case.group > 1 and case.seqlen_q > 2, lambda case: (case.group, case.heads_kv, case.seqlen_q) == (2, 1, 3)),
+        (lambda case: 1 in case.mask.doc_lens, lambda case: case.seqlen_q == 1),
+        (lambda case: len(case.mask.doc_lens) > 1 and case.mask.doc_lens[-1] > 2, lambda case: case.seqlen_q == 3),
+    ],
+)
+def test_cases_shrink_to_few_heads_short_lengths_and_plain_operands(
+    fails: Callable[[Case], bool], smallest: Callable[[Case], bool]
+) -> None:
+    case = find(cases(["causal_document"], Naive()), fails, settings=settings(MANY, max_examples=2000))
+    assert smallest(case), case.id
+    assert (case.batch, case.dtype, case.values, case.layouts, case.seed) == (1, "fp32", Values.NORMAL, (Layout.CONTIGUOUS,) * 4, 0)
+
+
+def test_a_kernel_that_compiles_for_each_shape_gets_few_lengths_on_a_gpu() -> None:
+    class Compiled(Naive):
+        compiles_per_shape = True
+
+    assert {case.seqlen_q for case in drawn(cases(["causal"], Compiled(), H200), 60)} <= set(COMPILED_LENGTHS)
+    assert len({case.seqlen_q for case in drawn(cases(["causal"], Compiled(), CPU), 60)}) > 10
+    assert {case.seqlen_q for case in probe_cases("causal", Compiled(), H200)} <= set(COMPILED_LENGTHS)
+
+
+def test_an_interpreted_kernel_gets_small_cases_on_a_cpu() -> None:
+    class Interpreted(Naive):
+        is_triton = True
+
+    assert max(map(scores, drawn(cases(["causal"], Interpreted(), CPU), 100))) <= INTERPRETED_SCORES
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_probe_cases_cover_every_length_and_both_forms_of_grouping(mask: str) -> None:
+    found = probe_cases(mask, Naive())
+    assert {case.seqlen_q for case in found} >= set(range(12, 21))
+    assert all(case.batch > 1 for case in found)
+    assert probe_cases(mask, Naive()) == found
+    if found[0].mask.unequal_lengths:
+        assert any(case.seqlen_q != case.seqlen_kv for case in found)
+
+
+def test_a_forward_only_kernel_gets_forward_cases() -> None:
+    assert {case.direction for case in drawn(cases(["full"], Narrow()), 20) + probe_cases("full", Narrow())} == {Direction.FWD}
+
+
+def test_bad_arguments_say_what_to_do() -> None:
+    with pytest.raises(InvalidArgument, match="did you mean 'causal'"):
+        cases(["casual"])
+    with pytest.raises(InvalidArgument, match="max_seqlen is 0: it must be at least 1"):
+        cases(max_seqlen=0)
+    with pytest.raises(InvalidArgument, match="no dtype is left to draw: kernel narrow takes none of fp32"):
+        cases(kernel=Narrow(), dtypes=["fp32"])
