@@ -32,7 +32,7 @@ def tflop_per_s(record: Record) -> float | None:
 
 def fraction_of_peak(record: Record) -> float | None:
     """Throughput as a fraction of the matrix peak that was measured on the same device."""
-    rate, peak = tflop_per_s(record), record.peaks.get("matrix_tflop_per_s")
+    rate, peak = tflop_per_s(record), record.peaks.get("matmul_tflop_per_s")
     return rate / peak if rate is not None and peak else None
 
 

@@ -107,7 +107,7 @@ def test_summary_is_ascii_so_that_any_locale_can_print_it() -> None:
 
 
 def test_fastest_kernel_comes_with_its_figures_and_the_runner_up() -> None:
-    text = render([timing("sdpa", 4.0), timing("flex", 2.0, peaks={"matrix_tflop_per_s": 800.0})], width=200)
+    text = render([timing("sdpa", 4.0), timing("flex", 2.0, peaks={"matmul_tflop_per_s": 800.0})], width=200)
     assert "causal 8192 64:8 d128 bf16 fwd: flex 2 ms, 500 TFLOP/s (62% of peak), 2.00x the speed of sdpa" in text
 
 
