@@ -32,7 +32,9 @@ class Fa3(Kernel):
 
     name = "fa3"
     source = "flash_attn_interface"
-    requires = (Requirement(distribution="flash_attn_3", alternatives=("tokenspeed-fa3", "fa3-fwd"), how="pip install tokenspeed-fa3"),)
+    requires = (
+        Requirement(distribution="tokenspeed-fa3", alternatives=("fa3-fwd", "flash_attn_3"), how="pip install 'pytest-longca[fa3]'"),
+    )
     capabilities = Capabilities(
         masks=frozenset({Form.VARLEN}),
         dtypes=frozenset({"bf16", "fp16"}),
