@@ -95,6 +95,15 @@ def _entry(start, stop, t, length, FULL: tl.constexpr):
 
 
 @triton.jit
+def _query_head(part, t, length, head_kv, group, GROUPED: tl.constexpr):
+    """The query head that entry t of a key block's list belongs to."""
+    head = head_kv * group
+    if GROUPED:
+        head += tl.load(part + t, mask=t < length, other=0)
+    return head
+
+
+@triton.jit
 def _scores(q, k, num_tokens, tokens, FULL: tl.constexpr):
     """q k^T, with -inf behind the tile's end."""
     s = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
@@ -239,11 +248,10 @@ def vsa_triton_dkdv(
     if GROUPED:
         part += begin
     i, n = _entry(start, stop, 0, length, FULL_OTHER)
-    head = head_kv * group
+    head = _query_head(part, 0, length, head_kv, group, GROUPED)
     for t in range(length):
         next_i, next_n = _entry(start, stop, t + 1, length, FULL_OTHER)
-        if GROUPED:
-            head = head_kv * group + tl.load(part + t)
+        next_head = _query_head(part, t + 1, length, head_kv, group, GROUPED)
         row = (batch * heads_kv * group + head).to(tl.int64) * seqlen_q + i + other
         if FULL_OTHER:
             lse_log2 = tl.load(lse + row) * LOG2E
@@ -263,7 +271,7 @@ def vsa_triton_dkdv(
         dp = tl.dot(v_tile, tl.trans(do_tile))
         ds = p * (dp - delta_row[None, :])
         dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc)
-        i, n = next_i, next_n
+        i, n, head = next_i, next_n, next_head
 
     pointer = dk + batch.to(tl.int64) * dk_sb + head_kv.to(tl.int64) * dk_sh + first.to(tl.int64) * dk_ss
     _store(pointer, dk_ss, num, D, own, dims, dk_acc * scale, FULL_OWN, PAD_D)
