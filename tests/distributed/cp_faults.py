@@ -1,0 +1,91 @@
+"""Ranks that misbehave: each function is what every rank of a pool runs instead of the honest job."""
+
+import os
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_longca.ids import parse_case
+from pytest_longca.parallel import merge
+from pytest_longca.parallel.comm import Block, Body, Chain, Ring
+from pytest_longca.parallel.job import judge_bound, judge_case, sharing_from_json
+from pytest_longca.parallel.kernel import NaiveBlock
+from pytest_longca.parallel.setup import bind, shards_of
+from pytest_longca.parallel.world import World
+
+Answer = dict[str, Any]
+
+
+class LocalKeys(Ring):
+    """The backward uses the local keys and values at each step."""
+
+    def adjoint(self, block: Block, body: Body) -> Tensor:
+        return super().adjoint(block, lambda visitor: body(Block(block.data, visitor.sources)))
+
+
+class OneRankOff(Ring):
+    """Gradients of keys and values arrive one rank further."""
+
+    def adjoint(self, block: Block, body: Body) -> Tensor:
+        grad = super().adjoint(block, body)
+        return self.channel.shift(grad, len(grad))()
+
+
+def _with_ring(kind: type[Ring], world: World, request: Answer) -> Answer:
+    case, sharing = parse_case(request["case"]), sharing_from_json(request["sharing"])
+    shards = shards_of(case, sharing)
+    bound = bind(case, sharing, world, NaiveBlock(), shards)
+    assert isinstance(bound.communicator, Chain) and isinstance(bound.communicator.inner, Ring)
+    honest = bound.communicator.inner
+    bound.communicator.inner = kind(honest.channel, honest.stride, honest.lengths)
+    return judge_bound(world, case, shards, bound)
+
+
+def local_keys(world: World, request: Answer) -> Answer:
+    return _with_ring(LocalKeys, world, request)
+
+
+def one_rank_off(world: World, request: Answer) -> Answer:
+    return _with_ring(OneRankOff, world, request)
+
+
+def bf16_accumulation(world: World, request: Answer) -> Answer:
+    honest = merge.accumulation_dtype
+    merge.accumulation_dtype = lambda dtype: torch.bfloat16
+    try:
+        return judge_case(world, request)
+    finally:
+        merge.accumulation_dtype = honest
+
+
+def rank_1_dies(world: World, request: Answer) -> Answer:
+    if world.rank == 1:
+        os._exit(7)
+    return judge_case(world, request)
+
+
+def rank_1_raises(world: World, request: Answer) -> Answer:
+    if world.rank == 1:
+        raise ValueError("no such thing")
+    return judge_case(world, request)
+
+
+def rank_1_hangs(world: World, request: Answer) -> Answer:
+    if world.rank == 1:
+        time.sleep(600)
+    return judge_case(world, request)
+
+
+def ids_travel(world: World, request: Answer) -> Answer:
+    """Token ids through the real communicator, and the ids that the plan says."""
+    case, sharing = parse_case(request["case"]), sharing_from_json(request["sharing"])
+    shards = shards_of(case, sharing)
+    bound = bind(case, sharing, world, NaiveBlock(), shards)
+    own = bound.plan.own
+    same = [
+        torch.equal(block.data.flatten(), torch.cat([shards.ring[source] for source in block.sources]).sort().values)
+        for block in bound.communicator.blocks(Block(shards.ring[own][:, None], (own,)))
+    ]
+    return {"same": same, "traffic": {}}
