@@ -315,7 +315,7 @@ def supported(name: str, case: Case) -> bool:
     return kernel_named(name).supports(case, H200) is None
 
 
-ONCE = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ONCE = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("name", ["fa2", "fa4", "cudnn", "cudnn_flex"])
@@ -345,7 +345,7 @@ def test_regular_masks_reach_fa3_as_they_are(case: Case) -> None:
 
 @pytest.mark.parametrize("name", ["fa4", "cudnn_flex"])
 @given(case=half_cases(HETEROGENEOUS, max_seqlen=300))
-@settings(ONCE, max_examples=30)
+@settings(ONCE, max_examples=20)
 def test_heterogeneous_masks_reach_the_backend_as_they_are(name: str, case: Case) -> None:
     check(name, case)
 

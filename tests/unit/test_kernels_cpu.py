@@ -62,19 +62,19 @@ def cpu_cases(draw: st.DrawFn, direction: Direction) -> Case:
 
 
 @given(case=cpu_cases(Direction.FWD_BWD))
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_naives_output_and_gradients_are_within_rounding_of_the_reference(case: Case) -> None:
     assert_right("naive", case)
 
 
 @given(case=cpu_cases(Direction.FWD_BWD))
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_sdpas_output_and_gradients_are_within_rounding_of_the_reference(case: Case) -> None:
     assert_right("sdpa", case)
 
 
 @given(case=cpu_cases(Direction.FWD))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 def test_eager_flex_is_within_rounding_of_the_reference_on_every_mask(case: Case) -> None:
     assert "lse" in assert_right("flex", case)
 
