@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pytest_longca.forward import Forward, flushed
+from pytest_longca.forward import TINY, Forward, flushed, widened
 from pytest_longca.limits import Bound, Terms, bound_of
 from pytest_longca.operands import Operands
 from pytest_longca.sweep import Piece, RowTile
@@ -47,13 +47,13 @@ class Backward:
         ops, ar = self.ops, self.ops.arithmetic
         parts = ar.parts(p)
         ops.add_keys(self.dv, piece, ar.product(_transposed(parts), rows.do_parts))
-        rough = parts[0]
+        rough = self._as_rounded(p, parts[0])
         absolute = ar.bound(rough.mT, rows.weighted)
         dv, dk = absolute.split([ops.case.head_dim_v, ops.case.head_dim], -1)
         ops.add_keys(self.dv_absolute, piece, dv)
         ops.add_keys(self.dk_absolute, piece, dk)
         squares = ar.bound(rough.square().mT, rows.squares)
-        plain = ar.bound(rough.mT, rows.evenness)
+        plain = ar.bound(parts[0].mT, rows.evenness)
         ops.add_keys(self.squares, piece, torch.cat([squares, plain], -1))
         if ops.rounding.flush:
             lost = ar.rough(flushed(p, ops.rounding.flush))
@@ -67,7 +67,7 @@ class Backward:
         parts = ar.parts(ds)
         self._to_rows(self.dq, rows, ar.product(parts, ar.parts(k)))
         ops.add_keys(self.dk, piece, ar.product(_transposed(parts), rows.q_parts))
-        rough = parts[0].abs()
+        rough = self._as_rounded(ds, parts[0]).abs()
         key_absolute = ar.rough(k.abs())
         self._to_rows(self.dq_absolute, rows, ar.bound(rough, key_absolute))
         ops.add_keys(self.dk_absolute, piece, ar.bound(rough.mT, rows.q_absolute))
@@ -79,39 +79,69 @@ class Backward:
             self._to_rows(self.flushed["dq"], rows, ar.bound(lost, key_absolute))
             ops.add_keys(self.flushed["dk"], piece, ar.bound(lost.mT, rows.q_absolute))
 
+    def _as_rounded(self, x: Tensor, high: Tensor) -> Tensor:
+        """P or dS (its size, where it underflows) as the weight of its rounding errors; `high` is its first part."""
+        flush = self.ops.rounding.flush
+        return self.ops.arithmetic.rough(widened(x.abs(), flush)) if flush else high
+
     def _to_rows(self, total: Tensor, rows: "_Rows", of_tile: Tensor) -> None:
         total[:, :, rows.rows] += self.ops.grouped(of_tile, rows.rows)
 
     def finish(self) -> dict[str, tuple[Tensor, Bound]]:
         """The gradients with their bounds, in the reference's layout."""
-        ops = self.ops
-        size = ops.scale  # dk is of the operand q, which has the scale's sign; dq is of the input
-        return {
-            "dq": self._queries(self.dq * ops.case.scale, size),
-            "dk": self._keys("dk", self.dk * size, self.dk_absolute * size, (self.dk_squares[..., 0] + self.squares[..., 1]) * size**2, size),
-            "dv": self._keys("dv", self.dv, self.dv_absolute, self.squares[..., 0], 1.0, self.squares[..., 2] / self.squares[..., 3].clamp_min(1e-37)),
-        }
+        return {"dq": self._dq(), "dk": self._dk(), "dv": self._dv()}
 
-    def _queries(self, dq: Tensor, size: float) -> tuple[Tensor, Bound]:
+    def _dq(self) -> tuple[Tensor, Bound]:
         ops, forward = self.ops, self.forward
+        by_delta = _delta_rounding(ops, forward).square() * forward.mean_key.square()
         by_dp = (ops.rounding.ratio * ops.dp).square() * forward.squares[..., 1]
         terms = Terms(
-            absolute=self.dq_absolute * ops.growth[..., None] * size,
-            squares=(self.dq_squares * ops.growth.square() + by_dp) * size**2,
+            absolute=self.dq_absolute * ops.growth[..., None] * ops.scale,
+            squares=self.dq_squares * ops.growth.square() * ops.scale**2,
             growth=ops.growth,
-            coherent=_delta_rounding(ops, forward) * forward.mean_key * size,
-            flushed=self.flushed["dq"] * size if self.flushed else None,
+            mean=ops.shared_key(ops.k),
+            coherent=(by_delta + by_dp).sqrt() * ops.scale,
+            flushed=self.flushed["dq"] * ops.scale if self.flushed else None,
         )
+        dq = self.dq * ops.case.scale
         bound = bound_of(dq, terms, ops.rounding, ops.case.seqlen_kv)
         return ops.per_row(dq), Bound(*map(ops.per_row, bound.tensors()))
 
-    def _keys(self, name: str, value: Tensor, absolute: Tensor, squares: Tensor, size: float, evenness: Tensor | None = None) -> tuple[Tensor, Bound]:
+    def _dk(self) -> tuple[Tensor, Bound]:
         ops = self.ops
-        growth = ops.growth.amax((1, 2)).unflatten(0, (value.shape[0], -1)).amax(1)[:, None] if value.shape[0] and ops.growth.numel() else value.new_ones(())
-        lost = self.flushed[name] * size if self.flushed else None
-        terms = Terms(absolute, squares, growth.expand(value.shape[:2]), None, lost, evenness)
+        terms = Terms(
+            absolute=self.dk_absolute * ops.scale,
+            squares=(self.dk_squares[..., 0] + self.squares[..., 1]) * ops.scale**2,
+            growth=self._growth_of_keys(),
+            mean=ops.shared_query(ops.q),
+            flushed=self.flushed["dk"] * ops.scale if self.flushed else None,
+            common=self.squares[..., 1] * ops.scale**2,
+            partial_sums=ops.case.group > 1,
+        )
+        return self._of_keys(self.dk * ops.scale, terms)  # the operand q carries the scale's sign
+
+    def _dv(self) -> tuple[Tensor, Bound]:
+        ops = self.ops
+        terms = Terms(
+            absolute=self.dv_absolute,
+            squares=self.squares[..., 0],
+            growth=self._growth_of_keys(),
+            mean=ops.shared_query(ops.do),
+            flushed=self.flushed.get("dv"),
+            evenness=self.squares[..., 2] / self.squares[..., 3].clamp_min(TINY),
+            partial_sums=ops.case.group > 1,
+        )
+        return self._of_keys(self.dv, terms)
+
+    def _of_keys(self, value: Tensor, terms: Terms) -> tuple[Tensor, Bound]:
+        ops = self.ops
         bound = bound_of(value, terms, ops.rounding, ops.case.seqlen_q * ops.case.group)
         return ops.per_key(value), Bound(*map(ops.per_key, bound.tensors()))
+
+    def _growth_of_keys(self) -> Tensor:
+        """The largest growth of the queries of each key/value head, `[batch * heads_kv, 1]`."""
+        growth, heads = self.ops.growth, self.dk.shape[0]
+        return growth.reshape(heads, -1).amax(1, keepdim=True) if growth.numel() else growth.new_ones(heads, 1)
 
 
 class _Rows:
@@ -141,7 +171,8 @@ class _Rows:
 
 def _delta_rounding(ops: Operands, forward: Forward, rows: slice = slice(None)) -> Tensor:
     """In units of u, what rounding out costs the row-sum term D = <do, out>, `[stacks, group, rows]`."""
-    return torch.linalg.vector_norm(ops.do[:, :, rows] * forward.out[:, :, rows], dim=-1)
+    norm: Tensor = torch.linalg.vector_norm(ops.do[:, :, rows] * forward.out[:, :, rows], dim=-1)
+    return norm
 
 
 def _transposed(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

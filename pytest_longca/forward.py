@@ -42,7 +42,7 @@ class Forward:
             return None
         self._store(tile, sums)
         if self.flushed is not None:
-            self._add_flushed(tile, scores if len(tile.pieces) == 1 else None)
+            self._add_underflow(tile, scores if len(tile.pieces) == 1 else None)
         return scores if len(tile.pieces) == 1 else None
 
     def _store(self, tile: RowTile, sums: "_Running") -> None:
@@ -65,21 +65,31 @@ class Forward:
         # Not exp(scale * scores - lse): a large product or lse would be rounded too coarsely.
         return (scores - highest).mul_(self.ops.scale).exp_().mul_(total.clamp_min(TINY).reciprocal())
 
-    def _add_flushed(self, tile: RowTile, scores: Tensor | None) -> None:
-        """What a kernel loses of out where P falls below its dtype's range."""
-        ops = self.ops
+    def _add_underflow(self, tile: RowTile, scores: Tensor | None) -> None:
+        """What out loses where P falls below the dtype's normal range, or out of it: only now is P known, and not just up to a factor."""
+        ops, ar, rows = self.ops, self.ops.arithmetic, tile.rows
         assert self.flushed is not None and ops.rounding.flush
         for piece in tile.pieces:
             p = self.weights(tile, ops.scores(tile, piece) if scores is None else scores)
-            v = ops.keys(ops.v, piece).abs()
-            lost = ops.arithmetic.bound(ops.arithmetic.rough(flushed(p, ops.rounding.flush)), ops.arithmetic.rough(v))
-            self.flushed[:, :, tile.rows] += ops.grouped(lost, tile.rows)
+            v, norm2 = ar.rough(ops.keys(ops.v, piece).abs()), ar.rough(ops.keys(ops.v_norm2, piece)[..., None])
+            as_rounded = widened(p, ops.rounding.flush)
+            self.flushed[:, :, rows] += ops.grouped(ar.bound(ar.rough(flushed(p, ops.rounding.flush)), v), rows)
+            self.absolute[:, :, rows] += ops.grouped(ar.bound(ar.rough(as_rounded - p), v), rows)
+            squares = ar.bound(ar.rough(as_rounded.square() - p.square()), norm2)
+            self.squares[:, :, rows, 0] += ops.grouped(squares[..., 0], rows)
 
     def finish(self) -> dict[str, tuple[Tensor, Bound]]:
         """Out and lse with their bounds, in the reference's layout."""
         ops = self.ops
         squares = self.squares[..., 0] * ops.growth.square()
-        terms = Terms(self.absolute * ops.growth[..., None], squares, ops.growth, None, self.flushed, self.evenness)
+        terms = Terms(
+            absolute=self.absolute * ops.growth[..., None],
+            squares=squares,
+            growth=ops.growth,
+            mean=ops.shared_key(ops.v),
+            flushed=self.flushed,
+            evenness=self.evenness,
+        )
         bound = bound_of(self.out, terms, ops.rounding, ops.case.seqlen_kv)
         return {"out": (ops.per_row(self.out), Bound(*map(ops.per_row, bound.tensors()))), "lse": self._lse()}
 
@@ -88,7 +98,7 @@ class Forward:
         lse = (self.highest * self.ops.scale + self.total.log()).reshape(case.batch, case.heads_q, case.seqlen_q)
         size = 2 + self.ops.logit.reshape(lse.shape) + lse.abs().nan_to_num(posinf=0.0)
         zeros = torch.zeros_like(size)
-        return lse, Bound(size, size, zeros, zeros)
+        return lse, Bound(size, size, zeros, zeros, zeros)
 
 
 class _Running:
@@ -137,3 +147,8 @@ def _finite(highest: Tensor) -> Tensor:
 def flushed(x: Tensor, threshold: float) -> Tensor:
     """What may be lost of non-negative values when those below the dtype's range become 0: all of it, where it is that small."""
     return torch.where(x < 4 * threshold, x.clamp(max=threshold), 0.0)
+
+
+def widened(x: Tensor, threshold: float) -> Tensor:
+    """Non-negative values as large as their rounding error says: below the dtype's normal range the error does not shrink any more."""
+    return torch.where(x < 4 * threshold, x, x.clamp_min(threshold * 2**11.5))

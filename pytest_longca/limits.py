@@ -4,6 +4,7 @@ An honest kernel keeps scores, softmax and sums in fp32 and rounds P, dS and its
 sum of terms; `u` is a quarter of the dtype's spacing at 1 (2^-9 for bf16), so that one rounding costs a term at most 2 u, 0.83 u rms.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,10 +13,17 @@ from torch import Tensor
 
 from pytest_longca.case import Case
 
-ROW = 4.0
-"""Allowed row error in units of u: two worst roundings of everything in `scale`, or 4.8 standard deviations of `spread`."""
+SCALE = 4.0
+"""Allowed row error in units of u times `scale`: two worst roundings of everything in it."""
+SPREAD = 6.0
+"""Allowed row error in units of u times `spread`: 7.2 standard deviations, were the whole error in one direction."""
+TILE = 2.5
+"""Allowed root mean square of error / (u * spread) over a tile of rows: three times what rounding gives."""
+TILE_ROWS = 128
 GAIN = 6.0
-"""Allowed error along the row in units of its standard deviation (taken as u for each rounding, 1.2 times its rms)."""
+"""Allowed error along the row in units of u times `along`: 7.2 standard deviations."""
+RMS = 0.83
+"""Root mean square of one rounding, in units of u."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,64 +55,97 @@ def rounding_of(case: Case) -> Rounding:
     return ROUNDINGS[case.dtype]
 
 
+def fp32_steps(num_terms: float) -> float:
+    """What a sum of products in fp32 loses, as a multiple of one rounding of its absolute sum.
+
+    One rounding of the result and two of later products; and each of the additions rounds a partial sum that grows to the
+    whole: rms RMS * (n / 3) ** 0.5 / 2 where all terms have one sign, less where they cancel.
+    """
+    return 1.0 + 0.3 * math.sqrt(num_terms)
+
+
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What the rows of a tensor may lose, in units of u, each `[batch, seqlen, heads]`.
+    """What the rows of a tensor may lose, each `[batch, seqlen, heads]` (of lse `[batch, heads, seqlen]`).
 
-    `scale` is the norm of the sum of absolute terms (for lse, `[batch, heads, seqlen]`, the size of what was rounded), `spread` the
-    root of the sum of squares of everything that is rounded, `along` the part of it that lies along the row itself, `flush` an
-    absolute addition (not in units of u) for what underflows.
+    In units of u: `scale` is the norm of the sum of absolute terms (for lse, the size of what was rounded), `spread` the root of
+    the sum of squares of everything that is rounded, `along` the part of it that lies along the row itself. Absolute: `flush` is what
+    underflow may cost, `shared` what all rows may lose along themselves at once.
     """
 
     scale: Tensor
     spread: Tensor
     along: Tensor
     flush: Tensor
+    shared: Tensor
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from (self.scale, self.spread, self.along, self.flush)
+        yield from (self.scale, self.spread, self.along, self.flush, self.shared)
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
     """The sums over a row's terms that a bound is made of, `[..., rows]` (`absolute`, `flushed`: `[..., rows, head_dim]`, entry by entry).
 
-    `squares` is of independent terms; `coherent` is the norm of an error that all terms share; `growth` is how much
-    fp32 arithmetic adds to a rounding (1 if nothing); `evenness` in 0 to 1 says that P's roundings do not average out.
+    `squares` is of independent terms; `mean` `[..., 1, head_dim]` is the direction that they share, as a part of their rms norm.
+    `coherent` is the norm of an error that all terms share; `growth` is how much fp32 arithmetic adds to a rounding (1 if nothing);
+    `common` are those of `squares` that belong to errors which other rows share; `evenness` in 0 to 1 says that P's roundings
+    do not average out; `partial_sums` that a row may be rounded in several parts.
     """
 
     absolute: Tensor
     squares: Tensor
     growth: Tensor
+    mean: Tensor
     coherent: Tensor | None = None
     flushed: Tensor | None = None
+    common: Tensor | None = None
     evenness: Tensor | None = None
+    partial_sums: bool = False
 
 
 def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int) -> Bound:
     """The bound of rows `value` `[..., rows, head_dim]`; its fields are `[..., rows]`."""
     dim = value.shape[-1]
     size2 = value.square().sum(-1)
-    absolute = torch.linalg.vector_norm(terms.absolute, dim=-1)
+    absolute2 = terms.absolute.square().sum(-1)
     coherent2 = torch.zeros_like(size2) if terms.coherent is None else terms.coherent.square()
     rounded2 = terms.growth.square() * size2
-    scale = absolute + coherent2.sqrt()
+    if terms.partial_sums:  # independent parts are as large as their terms' squares say, parts in one direction as the row
+        rounded2 = 2 * rounded2 + terms.squares
+    # Three worst roundings instead of two where parts are rounded as well.
+    scale = absolute2.sqrt() * (1.5 if terms.partial_sums else 1.0) + coherent2.sqrt()
     spread = (terms.squares + coherent2 + rounded2).sqrt()
-    # Of n terms in dim directions, 1/dim + 1/n of the squares lies along their sum. n is what absolute sum and squares say.
-    aligned = 1 / dim + (terms.squares / absolute.square().clamp_min(1e-300 if value.dtype is torch.float64 else 1e-37)).clamp(max=1)
-    along2 = terms.squares * aligned + coherent2 + 3 * rounded2 / dim
-    if terms.evenness is not None:
-        along2 += (terms.evenness / 2).square() * size2
+    # Of n terms in dim directions, 1/dim + 1/n of the squares lies along their sum; all of it where they share that direction.
+    # n is what absolute sum and squares say. A rounded entry counts as its square: 3/dim of them for normal entries.
+    tiny = 1e-290 if value.dtype is torch.float64 else 1e-37
+    shared2 = (value * terms.mean).sum(-1).square() / size2.clamp_min(tiny)
+    aligned = (1 / dim + terms.squares / absolute2.clamp_min(tiny) + shared2).clamp(max=1)
+    along = (terms.squares * aligned + coherent2 + rounded2 * min(3 / dim, 1)).sqrt()
     floor = dim**0.5 * rounding.smallest * (1 if rounding.flush else num_terms)
     flush = torch.full_like(size2, floor) if terms.flushed is None else torch.linalg.vector_norm(terms.flushed, dim=-1) + floor
-    return Bound(scale, spread, along2.sqrt(), flush)
+    # fp32's errors of scores that are alike are alike.
+    shared = flush + SCALE * rounding.unit * (terms.growth - 1) * size2.sqrt()
+    if terms.evenness is not None:
+        shared = shared + 2 * rounding.unit * terms.evenness * size2.sqrt()
+    if terms.common is not None:  # only along what all terms share does it add up over the rows
+        shared = shared + GAIN * rounding.unit * (terms.common * shared2).sqrt()
+    return Bound(scale, spread, along, flush, shared)
+
+
+def shared_direction(x: Tensor) -> Tensor:
+    """The mean of vectors `[..., n, head_dim]` as a part of their rms norm, `[..., 1, head_dim]`."""
+    if not x.shape[-2]:
+        return x.new_zeros(*x.shape[:-2], 1, x.shape[-1])
+    rms = x.square().sum(-1, keepdim=True).mean(-2, keepdim=True).sqrt()
+    return x.mean(-2, keepdim=True) / rms.clamp_min(1e-30)
 
 
 def row_limit(bound: Bound, unit: float) -> Tensor:
     """How large a row's error may be in norm."""
-    return ROW * unit * torch.minimum(bound.scale, bound.spread) + bound.flush
+    return unit * torch.minimum(SCALE * bound.scale, SPREAD * bound.spread) + bound.flush
 
 
 def along_limit(bound: Bound, unit: float) -> Tensor:
     """How large the part of a row's error along the row itself may be: its gain, times its norm."""
-    return GAIN * unit * bound.along + bound.flush
+    return GAIN * unit * bound.along + bound.shared

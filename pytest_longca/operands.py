@@ -8,7 +8,7 @@ from torch import Tensor
 from pytest_longca.arithmetic import Arithmetic
 from pytest_longca.case import Case
 from pytest_longca.inputs import Inputs
-from pytest_longca.limits import Rounding
+from pytest_longca.limits import Rounding, fp32_steps, shared_direction
 from pytest_longca.sweep import Piece, RowTile, Visibility, sweep
 
 
@@ -32,10 +32,10 @@ class Operands:
         self.k_norm2, self.v_norm2 = (_norm2(x, arithmetic.work) for x in (self.k, self.v))
         self.q_norm2, self.do_norm2 = (_norm2(x, arithmetic.work) for x in (self.q, self.do))
         self.visibility = Visibility(case, self.device)
-        # The largest bound on a row's scores and on its dP, and how many terms the longest sum has: what fp32 has to carry.
-        self.logit = (self.q_norm2 * self._largest(self.k_norm2)).sqrt() * self.scale
-        self.dp = (self.do_norm2 * self._largest(self.v_norm2)).sqrt()
-        terms = max(case.seqlen_kv, case.seqlen_q * case.group, 1) ** 0.5
+        # Bounds on a row's scores and on its dP, times the steps of their sums: what fp32 arithmetic has to carry.
+        self.logit = (self.q_norm2 * self._largest(self.k_norm2)).sqrt() * (self.scale * fp32_steps(case.head_dim))
+        self.dp = (self.do_norm2 * self._largest(self.v_norm2)).sqrt() * fp32_steps(case.head_dim_v)
+        terms = fp32_steps(max(case.seqlen_kv, case.seqlen_q * case.group))
         self.growth = 1 + rounding.ratio * (self.logit + terms)  # [stacks, group, seqlen_q]
 
     def _queries(self, x: Tensor) -> Tensor:
@@ -67,7 +67,8 @@ class Operands:
 
     def grouped(self, of_tile: Tensor, rows: slice) -> Tensor:
         """The inverse of `flat` for one tile: `[stacks, group * rows, ...]` as `[stacks, group, rows, ...]`."""
-        return of_tile.unflatten(1, (self.group, rows.stop - rows.start))
+        grouped: Tensor = of_tile.unflatten(1, (self.group, rows.stop - rows.start))
+        return grouped
 
     def keys(self, x: Tensor, piece: Piece) -> Tensor:
         """A piece of something `[batch * heads_kv, seqlen_kv, ...]` for each stack, `[stacks, keys, ...]`."""
@@ -96,6 +97,15 @@ class Operands:
             return scores
         return self.grouped(scores, tile.rows).masked_fill_(~visible, float("-inf")).flatten(1, 2)
 
+    def shared_key(self, x: Tensor) -> Tensor:
+        """`shared_direction` of k or v, for each stack: `[stacks, 1, 1, head_dim]`."""
+        return self.of_stacks(shared_direction(x.to(self.arithmetic.work)))[:, None]
+
+    def shared_query(self, x: Tensor) -> Tensor:
+        """`shared_direction` of the q or do of all query heads of a key/value head: `[batch * heads_kv, 1, head_dim]`."""
+        rows = x.to(self.arithmetic.work).reshape(self.k.shape[0], -1, x.shape[-1])
+        return shared_direction(rows)
+
     def per_row(self, of_stacks: Tensor) -> Tensor:
         """`[stacks, group, seqlen_q, ...]` as `[batch, seqlen_q, heads_q, ...]`."""
         case = self.case
@@ -103,7 +113,8 @@ class Operands:
 
     def per_key(self, of_heads_kv: Tensor) -> Tensor:
         """`[batch * heads_kv, seqlen_kv, ...]` as `[batch, seqlen_kv, heads_kv, ...]`."""
-        return of_heads_kv.unflatten(0, (self.case.batch, self.case.heads_kv)).transpose(1, 2)
+        case = self.case
+        return of_heads_kv.reshape(case.batch, case.heads_kv, *of_heads_kv.shape[1:]).transpose(1, 2)
 
 
 def _norm2(x: Tensor, dtype: torch.dtype) -> Tensor:

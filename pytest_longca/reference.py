@@ -28,7 +28,7 @@ CACHED_BYTES = 24 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The truth about a case: out, dq `[batch, seqlen_q, heads_q, ...]`, dk, dv `[batch, seqlen_kv, heads_kv, ...]`, lse `[batch, heads_q, seqlen_q]`.
+    """The truth about a case, in fp64 or fp32: out, dq, dk, dv as their operands (BSHD), lse `[batch, heads_q, seqlen_q]`.
 
     `bounds` has for each of out, dq, dk, dv what its rows' rounding errors may amount to, `[batch, seqlen, heads]`, and for lse its scale.
     Gradients are None where the case has no backward.

@@ -4,6 +4,7 @@ Products run over `stacks`: where all heads share the mask, a stack is a key/val
 query head has its own, a stack is one query head.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -90,7 +91,7 @@ def _runs(hit: Tensor, full: Tensor, budget: Budget, seqlen_kv: int) -> list[Pie
         return None
     step = budget.keys // budget.granule
     pieces = []
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
+    for first, last in itertools.pairwise(edges):
         for at in range(first, last, step):
             start, stop = int(indices[at]), int(indices[min(at + step, last) - 1]) + 1
             keys = slice(start * budget.granule, min(stop * budget.granule, seqlen_kv))

@@ -177,7 +177,10 @@ def test_halves_are_within_2e_5_of_fp64(values: Values, dtype: str, small_tiles:
     torch.testing.assert_close(found.lse.double(), truth.lse, rtol=3e-6, atol=3e-6)
 
 
-@pytest.mark.parametrize(("values", "suffice"), [(Values.NORMAL, True), (Values.LARGE, True), (Values.PEAKED, False), (Values.SENTINEL, False)])
+SUFFICE = [(Values.NORMAL, True), (Values.LARGE, True), (Values.PEAKED, False), (Values.SENTINEL, False)]
+
+
+@pytest.mark.parametrize(("values", "suffice"), SUFFICE)
 def test_halves_are_refused_where_fp32_scores_are_too_coarse(values: Values, suffice: bool) -> None:
     case = Case(mask=Causal(512, 512), heads_q=2, heads_kv=2, head_dim=128, dtype="bf16", values=values)
     assert halves_suffice(case, make_inputs(case)) is suffice

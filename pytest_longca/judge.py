@@ -1,0 +1,234 @@
+"""Judge: a kernel's tensors against the reference, row by row, and what is wrong in words."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_longca.case import Case
+from pytest_longca.inputs import TORCH_DTYPES, Inputs, shapes
+from pytest_longca.limits import SCORE_UNIT, TILE, TILE_ROWS, Bound, along_limit, rounding_of, row_limit
+from pytest_longca.reference import Reference
+from pytest_longca.signatures import Evidence, causes, causes_across
+
+OPERAND_OF = {"out": "do", "dq": "q", "dk": "k", "dv": "v"}
+"""Each result has the shape of an operand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a kernel gave: out, dq, dk, dv as their operands, lse `[batch, heads_q, seqlen_q]`; None is not judged."""
+
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The worst row: its batch, head and row (a query, or a key of dk and dv), its worst column, and the extent of all bad rows.
+
+    `head` is a query head of out, lse and dq, a key/value head of dk and dv.
+    """
+
+    batch: int
+    head: int
+    row: int
+    column: int | None
+    rows: tuple[int, int]
+    num_rows: int
+    heads: tuple[int, ...]
+    tiles_128: tuple[int, ...]
+
+    def __str__(self) -> str:
+        column = "" if self.column is None else f", column {self.column}"
+        tiles = f"(16-row tile {self.row // 16}, 128-row tile {self.row // 128})"
+        return f"batch {self.batch}, head {self.head}, row {self.row}{column} {tiles}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The judgement on one tensor: ok where `error_over_limit` is at most 1."""
+
+    tensor: str
+    error_over_limit: float
+    ok: bool
+    message: str = ""
+    place: Place | None = None
+    stats: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The verdict as plain JSON values (infinities stay floats)."""
+        return asdict(self)
+
+
+def judge(case: Case, inputs: Inputs, reference: Reference, result: Result) -> list[Verdict]:
+    """One verdict for each tensor that the kernel gave and the reference has."""
+    verdicts: list[Verdict] = []
+    evidence: dict[str, Evidence] = {}
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        value, truth = getattr(result, name), getattr(reference, name)
+        if value is None or truth is None:
+            continue
+        verdict, found = _judge_tensor(case, name, value, truth, reference)
+        verdicts.append(verdict)
+        if found:
+            evidence[name] = found
+    return [_with_causes(verdict, evidence, verdicts) for verdict in verdicts]
+
+
+def _with_causes(verdict: Verdict, evidence: dict[str, Evidence], verdicts: list[Verdict]) -> Verdict:
+    """The verdict with what its error looks like."""
+    if verdict.ok or verdict.tensor not in evidence:
+        return verdict
+    ok = {other.tensor: other.ok for other in verdicts}
+    texts = [*causes(evidence[verdict.tensor]), *causes_across(verdict.tensor, ok)]
+    message = "; ".join([verdict.message, *texts])
+    return Verdict(verdict.tensor, verdict.error_over_limit, False, message, verdict.place, verdict.stats)
+
+
+def _judge_tensor(case: Case, name: str, value: Tensor, truth: Tensor, reference: Reference) -> tuple[Verdict, Evidence | None]:
+    malformed = _malformed(case, name, value)
+    if malformed:
+        return Verdict(name, math.inf, False, malformed), None
+    x = value.detach().to(truth.device, truth.dtype)
+    bound = reference.bounds[name]
+    if name == "lse":
+        sizes = _lse_errors(x, truth)
+        limits = row_limit(bound, SCORE_UNIT[case.dtype])
+        rows = _over(sizes, limits)
+        stats = {"rows": _largest(rows)}
+    else:
+        sizes, limits, rows, stats = _row_errors(case, name, x, truth, bound, reference)
+    worst = max(stats.values())
+    if worst <= 1:
+        return Verdict(name, worst, True, stats=stats), None
+    return _wrong(case, name, x, truth, rows, sizes, limits, worst, stats)
+
+
+def _malformed(case: Case, name: str, value: Tensor) -> str | None:
+    """What is wrong with a tensor's form, or None."""
+    shape = (case.batch, case.heads_q, case.seqlen_q) if name == "lse" else shapes(case)[OPERAND_OF[name]]
+    if tuple(value.shape) != shape:
+        return f"shape {tuple(value.shape)}: it must be {shape}"
+    dtypes = (torch.float32, torch.float64) if name == "lse" else (TORCH_DTYPES[case.dtype],)
+    if value.dtype not in dtypes:
+        return f"dtype {value.dtype}: it must be {' or '.join(map(str, dtypes))}"
+    return None
+
+
+def _row_errors(
+    case: Case, name: str, x: Tensor, truth: Tensor, bound: Bound, reference: Reference
+) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
+    """Row errors, their limits, error over limit of each row `[batch, seqlen, heads]`, and of each head's and the tensor's gain."""
+    rounding = rounding_of(case)
+    error = x - truth
+    overflow = (truth.abs() > rounding.largest) & (x.sign() == truth.sign()) & x.isinf()
+    error = error.masked_fill_(overflow, 0.0).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=math.inf)
+    size = torch.linalg.vector_norm(error, dim=-1)
+    limit = row_limit(bound, rounding.unit)
+    if name in ("out", "dq"):  # a row that sees no key is exactly 0
+        limit = limit.masked_fill((reference.lse == -math.inf).transpose(1, 2), 0.0)
+    along = (error * truth).sum(-1).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)  # <error, ref>
+    norm = torch.linalg.vector_norm(truth, dim=-1)
+    along_allowed = along_limit(bound, rounding.unit) * norm
+    over = torch.maximum(_over(size, limit), _over(along.abs(), along_allowed))
+    tiles = _over(_tile_errors(size, bound, rounding.unit), torch.tensor(TILE, device=size.device))
+    shared = bound.shared * norm
+    stats = {
+        "rows": _largest(over),
+        "tiles": _largest(tiles),
+        "head_gain": _largest(_over(along.sum((0, 1)).abs(), _pooled(along_allowed, shared, (0, 1)))),
+        "gain": _largest(_over(along.sum().abs(), _pooled(along_allowed, shared, (0, 1, 2)))),
+    }
+    if stats["rows"] <= 1 < stats["tiles"]:  # no row alone is wrong: every row of such a tile is
+        whole = tiles.shape[1] * TILE_ROWS
+        over[:, :whole] = tiles.repeat_interleave(TILE_ROWS, 1)
+    return size, limit, over, stats
+
+
+def _over(error: Tensor, limit: Tensor) -> Tensor:
+    """Error over limit; 0 where there is neither."""
+    return (error / limit).nan_to_num(nan=0.0, posinf=math.inf)
+
+
+def _tile_errors(size: Tensor, bound: Bound, unit: float) -> Tensor:
+    """Root mean square of error over spread of each whole tile of rows: `[batch, tiles, heads]`."""
+    whole = size.shape[1] - size.shape[1] % TILE_ROWS
+    unlikely = (size - bound.flush).clamp_min(0) / (unit * bound.spread)
+    tiles = unlikely[:, :whole].nan_to_num(nan=0.0, posinf=math.inf).unflatten(1, (-1, TILE_ROWS)) if whole else unlikely[:, :0, None]
+    return tiles.square().mean(2).sqrt()
+
+
+def _largest(ratios: Tensor) -> float:
+    return float(ratios.max()) if ratios.numel() else 0.0
+
+
+def _pooled(allowed: Tensor, shared: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The limit of a sum of errors along their rows: independent parts as squares, what rows share as it is."""
+    return (allowed - shared).square().sum(dims).sqrt() + shared.sum(dims)
+
+
+def _lse_errors(x: Tensor, truth: Tensor) -> Tensor:
+    """Errors of lse `[batch, heads, seqlen]`, 0 where both are -inf."""
+    return torch.where(x == truth, 0.0, (x - truth).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def _wrong(
+    case: Case, name: str, x: Tensor, truth: Tensor, rows: Tensor, sizes: Tensor, limits: Tensor, worst: float, stats: dict[str, float]
+) -> tuple[Verdict, Evidence]:
+    """The verdict on a tensor that is beyond its limit, and what there is to be read from it."""
+    if name == "lse":  # as rows of one column, `[batch, seqlen, heads]`
+        rows, sizes, limits, x, truth = (item.transpose(1, 2) for item in (rows, sizes, limits, x, truth))
+        x, truth = x[..., None], truth[..., None]
+    bad = rows > 1
+    evidence = Evidence(case, name, x, truth, bad)
+    if not bool(bad.any()):
+        return Verdict(name, worst, False, _gain_message(x, truth, stats), None, stats), evidence
+    at = torch.unravel_index(rows.argmax(), rows.shape)
+    batch, row, head = (int(index) for index in at)
+    place = _place(bad, x, truth, batch, row, head)
+    return Verdict(name, worst, False, _message(place, x, rows, sizes, limits, worst), place, stats), evidence
+
+
+def _gain_message(x: Tensor, truth: Tensor, stats: dict[str, float]) -> str:
+    """Every row is good enough alone, but they all err to one side."""
+    gains = (x * truth).sum((0, 1, 3)) / truth.square().sum((0, 1, 3))
+    if stats["gain"] >= stats["head_gain"]:
+        of, gain = "the tensor", float((x * truth).sum() / truth.square().sum())
+    else:
+        head = int((gains - 1).abs().nan_to_num().argmax())
+        of, gain = f"head {head}", float(gains[head])
+    over = f"{max(stats.values()):.3g} times what rounding explains"
+    return f"every row is within its limit, but {of} as a whole is {gain:.5f} times what it should be, {over}"
+
+
+def _place(bad: Tensor, x: Tensor, truth: Tensor, batch: int, row: int, head: int) -> Place:
+    difference = (x[batch, row, head] - truth[batch, row, head]).abs().nan_to_num(nan=math.inf)
+    bad_rows = bad.any(2).any(0).nonzero()[:, 0]
+    tiles = (bad_rows // 128).unique()[:8].tolist()
+    heads = bad.any(1).any(0).nonzero()[:, 0].tolist()
+    column = int(difference.argmax()) if len(difference) > 1 else None
+    return Place(batch, head, row, column, (int(bad_rows[0]), int(bad_rows[-1])), int(bad.sum()), tuple(heads), tuple(tiles))
+
+
+def _message(place: Place, x: Tensor, rows: Tensor, sizes: Tensor, limits: Tensor, worst: float) -> str:
+    at = (place.batch, place.row, place.head)
+    if not bool(x[at].isfinite().all()):
+        how = f"holds {_not_finite(x[at])}"
+    elif float(limits[at]) == 0.0:
+        how = f"is not 0 (norm {float(sizes[at]):.3g}), and it sees no key"
+    elif float(sizes[at]) > float(limits[at]):
+        how = f"error {float(sizes[at]):.3g} is {worst:.3g} times its limit {float(limits[at]):.3g}"
+    else:
+        how = f"error {float(sizes[at]):.3g}, along the row itself or over its 128-row tile {worst:.3g} times what rounding explains"
+    first, last = place.rows
+    return f"{place} {how}; {place.num_rows} of {rows.numel()} rows are beyond their limits, in rows {first} to {last}"
+
+
+def _not_finite(row: Tensor) -> str:
+    return "NaN" if bool(row.isnan().any()) else f"{float(row[row.isinf()][0])}"
