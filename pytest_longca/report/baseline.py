@@ -1,0 +1,51 @@
+"""The gate at the end of a run: compare with a baseline file, or, where there is none yet, make it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_longca.report.compare import compare
+from pytest_longca.report.gate import render_comparison
+from pytest_longca.report.record import Record
+from pytest_longca.report.series import by_key
+from pytest_longca.report.store import read_records, write_records
+from pytest_longca.report.verdict import Comparison, Limits, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What the gate found: the text to print, the exit status (0, 1, 2), and the comparison unless this was the first run."""
+
+    text: str
+    exit_code: int
+    comparison: Comparison | None = None
+
+
+def gate(
+    path: str | Path,
+    records: Sequence[Record],
+    limits: Limits | None = None,
+    anchor: str | None = None,
+    allow: frozenset[Verdict] = frozenset(),
+    forbid: frozenset[Verdict] = frozenset(),
+) -> Gate:
+    """Compare a run's records with the baseline at `path`. Where no such file exists, write it and say so.
+
+    Raises InvalidArgument where the file is no baseline or the two are no pair; an existing file is never written.
+    """
+    limits = limits or Limits()
+    if Path(path).exists():
+        comparison = compare(read_records(path), records, limits, anchor, allow, forbid)
+        return Gate(render_comparison(comparison), comparison.exit_code, comparison)
+    write_records(path, records)
+    return Gate(f"first run: no baseline at {path} yet, so these {len(records)} records are it now{_weakness(records, limits)}", 0)
+
+
+def _weakness(records: Sequence[Record], limits: Limits) -> str:
+    """What keeps the new baseline from gating times, or nothing."""
+    timed = [series for series in by_key(records).values() if series.is_timed]
+    weak = [series for series in timed if len(series.medians_ms(limits.samples)) < limits.processes]
+    if not weak:
+        return ""
+    needs = f"{limits.processes} processes of at least {limits.samples} samples"
+    return f"; but {len(weak)} of {len(timed)} timed cases have fewer than {needs}, so their times cannot be gated"
