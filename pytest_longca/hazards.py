@@ -72,13 +72,13 @@ class Surrounded:
         self._before = self.buffer.clone()
 
     def damage(self) -> tuple[str, int] | None:
-        """Where the kernel wrote, and to how many elements: "the operand itself" or "around the operand"; None if nowhere."""
+        """Where the kernel wrote, and to how many elements: "of the operand" or "outside the operand"; None if nowhere."""
         changed = ~((self.buffer == self._before) | (self.buffer.isnan() & self._before.isnan()))
         if not bool(changed.any()):
             return None
         own = changed.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset())
         number = int(own.sum())
-        return ("the operand itself", number) if number else ("outside the operand", int(changed.sum()))
+        return ("of the operand", number) if number else ("outside the operand", int(changed.sum()))
 
 
 def guard(subject: Subject) -> list[Finding]:
@@ -90,9 +90,7 @@ def guard(subject: Subject) -> list[Finding]:
         if (damage := operand.damage()) is not None:
             where, number = damage
             findings.append(
-                Finding(
-                    "guard", name, f"the call wrote to {number} elements of {where} ({name}): operands and their surroundings are read-only"
-                )
+                Finding("guard", name, f"the call wrote to {number} elements {where} {name}: operands and their surroundings are read-only")
             )
     return findings
 

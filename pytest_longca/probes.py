@@ -93,8 +93,8 @@ def _judge_weights(case: Case, weight: Tensor, visible: Tensor) -> list[Finding]
     empty = keys == 0
     not_number = ~weight.isfinite()
     wrong = (
-        ("gives NaN or infinity", not_number & empty, "in rows that see nothing, which must give 0"),
-        ("gives NaN or infinity", not_number & ~empty, ""),
+        ("gives NaN or infinity for", not_number & empty, "in rows that see nothing, which must give 0"),
+        ("gives NaN or infinity for", not_number & ~empty, ""),
         ("reads", ~not_number & ~visible & (weight != 0), "which the mask hides"),
         ("does not read", ~not_number & visible & (weight == 0), "which the mask shows"),
     )

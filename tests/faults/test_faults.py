@@ -1,0 +1,127 @@
+"""Every fault model is caught by the default checks, in seconds, with a message that names what is wrong."""
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_longca.checknames import GROUPS
+from pytest_longca.checks import verify
+from pytest_longca.faults import FAULTS
+from pytest_longca.kernels.sdpa import Sdpa
+from pytest_longca.machine import CPU
+from pytest_longca.outcome import Wrong
+from pytest_longca.selftest import hunt, selftest
+from pytest_longca.strategies import probe_cases
+
+EXPECTED = {
+    "window_left_wide": ("count", "reads key 0, which the mask hides; 132 pairs (query, key) in all: all 1 left of the diagonal"),
+    "window_left_narrow": ("count", "does not read key 1, which the mask shows; 132 pairs (query, key) in all"),
+    "window_right_wide": ("count", "which the mask hides; 48 pairs (query, key) in all: all 8 right of the diagonal"),
+    "window_ignored": ("count", "which the mask hides"),
+    "window_backward_wide": ("support", "its own dq is wrong"),
+    "global_rows_lost": ("count", "query 0 does not read key 10, which the mask shows"),
+    "causal_top_left": ("count", "query 0 does not read key 1, which the mask shows"),
+    "causal_strict": ("count", "which the mask shows; 144 pairs (query, key) in all: all on the diagonal"),
+    "causal_one_ahead": ("count", "which the mask hides; 132 pairs (query, key) in all: all 1 right of the diagonal"),
+    "backward_mask_dropped": ("support", "its own dq is wrong"),
+    "backward_only_causal": ("support", "its own dq is wrong"),
+    "backward_pairs_dropped": ("support", "do is non-zero in query 11 of head 0 alone: its own dq is wrong"),
+    "backward_tile_dropped": ("support", "its own dq is wrong (0, due"),
+    "document_leak": ("count", "query 0 reads key 2, which the mask hides; 24 pairs (query, key) in all: all at key 2"),
+    "document_first_lost": ("count", "query 2 does not read key 2, which the mask shows"),
+    "documents_merged": ("count", "which the mask hides"),
+    "document_lengths_reversed": ("count", "which the mask hides"),
+    "question_half_shared": ("count", "does not read key 1, which the mask shows; 120 pairs (query, key) in all: all at key 1"),
+    "blocks_from_start": ("count", "which the mask hides"),
+    "prefix_long": ("count", "reads key 2, which the mask hides; 24 pairs (query, key) in all: all at key 2"),
+    "prefix_short": ("count", "does not read key 1, which the mask shows"),
+    "prefixes_long": ("count", "which the mask hides; 36 pairs (query, key) in all: all at key 7"),
+    "prefixes_shifted": ("count", "which the mask"),
+    "phantom_zero_keys": ("count", "the weight 0.0625, and its 12 visible keys share 1 equally"),
+    "phantom_large_keys": ("count", "and its 12 visible keys share 1 equally"),
+    "phantom_nan_keys": ("count", "gives NaN or infinity for key 0"),
+    "last_tile_dropped": ("count", "query 0 does not read key 16, which the mask shows"),
+    "finite_sentinel": ("count", "which sees nothing: -inf is due"),
+    "block_map_of_other_head": ("count", "which the mask"),
+    "block_map_ignored": ("count", "which the mask hides"),
+    "block_map_transposed": ("count", "which the mask"),
+    "block_map_shifted": ("count", "which the mask"),
+    "block_map_backward_ignored": ("support", "its own dq is wrong"),
+    "empty_nan": ("count", "gives NaN or infinity for key 0, in rows that see nothing, which must give 0"),
+    "empty_mean": ("count", "which the mask hides"),
+    "empty_lse_zero": ("count", "lse: is 0 at batch 0, head 0, query 0, which sees nothing: -inf is due"),
+    "empty_dq_nan": ("support", "gets a dq of nan"),
+    "dq_tail_unwritten": ("support", "dq"),
+    "dv_tail_unwritten": ("support", "dv"),
+    "dq_accumulated": ("layout", "dq"),
+    "last_row_repeated": ("count", "query 11 does not read key 11, which the mask shows; 12 pairs (query, key) in all"),
+    "group_not_summed": ("support", "of head 1 alone: key 0 of key/value head 0 gets no dk, and the query sees it"),
+    "group_averaged": ("support", "times what is due, which is 1 / the group"),
+    "group_last_dropped": ("support", "of head 2 alone: key 0 of key/value head 0 gets no dk, and the query sees it"),
+    "heads_interleaved": ("count", "only heads 1, 4, never the first of a group of 3: the head map"),
+    "heads_first": ("count", "only heads 3, 4, 5"),
+    "heads_reversed": ("count", "does not read key 0, which the mask shows"),
+    "q_strides_ignored": ("layout", "out: with q bhsd"),
+    "k_strides_ignored": ("layout", "out: with q bhsd"),
+    "v_strides_ignored": ("layout", "out: with q fused, k bhsd, v padded"),
+    "do_strides_ignored": ("layout", "dq: with q bhsd"),
+    "offset_ignored": ("layout", "out: with q bhsd"),
+    "dq_scaled_twice": ("support", "times what is due, which is the scale"),
+    "dk_scaled_twice": ("support", "times what is due, which is the scale"),
+    "dk_unscaled": ("support", "times what is due, which is 1 / the scale"),
+    "custom_scale_ignored": ("", ""),
+    "lse_base_2": ("count", "(this is log2: the lse is in base 2)"),
+    "lse_negative": ("count", "is -0.693147 at batch 0, head 0, query 1, which sees 2 keys with score 0: log 2 = 0.693147 is due"),
+    "lse_rounded": ("", "lse"),
+    "low_precision_softmax": ("support", "its own dq is wrong"),
+    "no_maximum": ("count", "lse: is 0"),
+    "delta_dropped": ("support", "dq"),
+    "delta_halved": ("support", "dq"),
+    "dk_one_key_one_percent": ("support", "dk of key 6 of key/value head 0 is wrong"),
+    "out_corner_zero": ("", "out"),
+    "race_out": ("", "out"),
+    "race_dv": ("", "dv"),
+    "mask_cached_by_shape": ("", ""),
+    "backward_of_latest": ("state", "dk: with another case"),
+    "out_buffer_reused": ("state", "out: with another case"),
+    "q_changed_in_place": ("", ""),
+    "reads_beyond_values": ("layout", "out: with q"),
+    "writes_beyond_keys": ("guard", "k: the call wrote to 1 elements outside the operand k"),
+}
+"""Which check catches each fault first ("" where the draw decides), and what its message says."""
+
+
+def test_every_fault_has_an_expectation_and_every_family_two_variants() -> None:
+    assert EXPECTED.keys() == FAULTS.keys()
+    families = [fault.family for fault in FAULTS.values()]
+    assert {family for family in families if families.count(family) < 2} == set()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_default_checks_catch_the_fault_and_say_what_it_is(name: str) -> None:
+    catch = hunt(FAULTS[name], CPU)
+    check, words = EXPECTED[name]
+    assert catch.check is not None, f"{name} was missed by {catch.num_cases} cases"
+    assert check in ("", catch.check) and words in catch.message, str(catch)
+    assert catch.seconds < 20
+
+
+@pytest.mark.parametrize("name", ["window_left_wide", "group_not_summed", "heads_interleaved", "backward_mask_dropped"])
+def test_a_fault_planted_into_another_correct_kernel_is_caught_as_well(name: str) -> None:
+    fault = FAULTS[name]
+    kernel = fault.plant(Sdpa())
+    outcomes = [verify(kernel, case, CPU, GROUPS["probes"]).outcome for case in probe_cases(fault.mask, kernel, CPU)[:4]]
+    assert any(isinstance(outcome, Wrong) for outcome in outcomes)
+
+
+def test_the_selftest_hunts_the_faults_it_is_given() -> None:
+    catches = list(selftest([FAULTS["causal_strict"], FAULTS["dk_unscaled"]], CPU))
+    assert [catch.check for catch in catches] == ["count", "support"]
+    assert str(catches[0]).startswith("causal_strict: count, case 1, ")
+
+
+def test_a_fault_that_nothing_shows_is_reported_as_missed() -> None:
+    harmless = replace(FAULTS["custom_scale_ignored"], name="none", description="does nothing")
+    catch = hunt(harmless, CPU, examples=1)
+    assert catch.check is None
+    assert str(catch) == f"none: MISSED by {catch.num_cases} cases (does nothing)"
