@@ -12,6 +12,7 @@ def _merge(
     out_a, lse_a, out_b, lse_b, out, lse,
     num_rows, dim,
     stride_out_a, stride_out_b, stride_out,
+    stride_head_a, stride_head_b, stride_head,
     stride_lse_a, stride_lse_b, stride_lse,
     BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -26,26 +27,27 @@ def _merge(
     finite = tl.where(top == float("-inf"), 0.0, top)
     weight_a, weight_b = tl.exp(a - finite), tl.exp(b - finite)
     total = weight_a + weight_b
-    scale = 1.0 / tl.where(total == 0.0, 1.0, total)
+    safe = tl.where(total == 0.0, 1.0, total)
+    scale = 1.0 / safe
     mask = in_rows[:, None] & (column < dim)[None, :]
-    at = head * dim + column[None, :]
-    x = tl.load(out_a + row[:, None] * stride_out_a + at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_ROWS, BLOCK_DIM]
-    y = tl.load(out_b + row[:, None] * stride_out_b + at, mask=mask, other=0.0).to(tl.float32)
+    row_2d, column_2d = row[:, None], column[None, :]
+    x = tl.load(out_a + row_2d * stride_out_a + head * stride_head_a + column_2d, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(out_b + row_2d * stride_out_b + head * stride_head_b + column_2d, mask=mask, other=0.0).to(tl.float32)
     merged = x * (weight_a * scale)[:, None] + y * (weight_b * scale)[:, None]
-    tl.store(out + row[:, None] * stride_out + at, merged.to(out.dtype.element_ty), mask=mask)
-    tl.store(lse + head * stride_lse + row, finite + tl.log(total), mask=in_rows)
+    tl.store(out + row_2d * stride_out + head * stride_head + column_2d, merged.to(out.dtype.element_ty), mask=mask)
+    tl.store(lse + head * stride_lse + row, tl.where(total == 0.0, float("-inf"), finite + tl.log(safe)), mask=in_rows)
 
 
 def launch(target: tuple[Tensor, Tensor], a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None:
-    """Merge `a` and `b` into `target` (see `merge.merge_into`). Outs need dense heads and dims, lse dense rows."""
-    outs, lses = (tuple(pair[i] for pair in (target, a, b)) for i in (0, 1))
+    """Merge `a` and `b` into `target` (see `merge.merge_into`). The last axis of each must be dense."""
     num_rows, heads, dim = target[0].shape
-    assert all(x.stride()[1:] == (dim, 1) for x in outs) and all(x.stride(-1) == 1 for x in lses), "merge needs dense heads and rows"
+    assert all(x.stride(-1) == 1 for pair in (target, a, b) for x in pair if x.shape[-1] > 1), "merge needs a dense last axis"
     grid = (triton.cdiv(num_rows, BLOCK_ROWS), heads)
     _merge[grid](
         a[0], a[1], b[0], b[1], target[0], target[1],
         num_rows, dim,
         a[0].stride(0), b[0].stride(0), target[0].stride(0),
+        a[0].stride(1), b[0].stride(1), target[0].stride(1),
         a[1].stride(0), b[1].stride(0), target[1].stride(0),
         BLOCK_ROWS=BLOCK_ROWS, BLOCK_DIM=triton.next_power_of_2(dim),
     )  # fmt: skip

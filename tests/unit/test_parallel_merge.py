@@ -1,0 +1,142 @@
+"""Merging partial results: by lse in fp32, empty rows, dtypes, slices; the Triton form equals the PyTorch form; rounds equal dense attention."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_longca.parallel.kernel import NaiveBlock, VarlenBlock, find_block_kernel
+from pytest_longca.parallel.merge import GradSum, OutSum, merge_into
+from pytest_longca.parallel.segment import Round, Segment
+
+INF = float("inf")
+
+
+def partials(rows: int, heads: int, dim: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lse = torch.randn(heads, rows, generator=generator, dtype=torch.promote_types(dtype, torch.float32)) * 3
+    lse[torch.rand(heads, rows, generator=generator) < 0.3] = -INF
+    out = torch.randn(rows, heads, dim, generator=generator).to(dtype)
+    return out.masked_fill(lse.mT[..., None] == -INF, 0), lse
+
+
+def expected(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = torch.logsumexp(torch.stack([part[1].double() for part in parts]), 0)
+    finite = lse.masked_fill(lse == -INF, 0)
+    return sum(part[0].double() * torch.exp(part[1].double() - finite).mT[..., None] for part in parts), lse
+
+
+@given(count=st.integers(1, 5), rows=st.integers(1, 6), seed=st.integers(0, 999))
+@settings(max_examples=30, deadline=None)
+def test_out_sum_equals_the_merge_of_all_partials(count: int, rows: int, seed: int) -> None:
+    parts = [partials(rows, 2, 3, seed + i) for i in range(count)]
+    total = OutSum(torch.zeros(rows, 2, 3, dtype=torch.float64), 3)
+    for out, lse in parts:
+        total.add(slice(0, rows), out.clone(), lse.clone())
+    for found, truth in zip(total.result(), expected(parts), strict=True):
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+
+
+def test_partials_of_some_rows_leave_the_others_alone() -> None:
+    total = OutSum(torch.zeros(6, 2, 3), 3)
+    (a, lse_a), (b, lse_b) = partials(4, 2, 3, 1, torch.float32), partials(3, 2, 3, 2, torch.float32)
+    total.add(slice(1, 5), a.clone(), lse_a.clone())
+    total.add(slice(3, 6), b.clone(), lse_b.clone())
+    out, lse = total.result()
+    assert (out[0] == 0).all() and (lse[:, 0] == -INF).all()
+    assert torch.equal(out[1:3], a[:2]) and torch.equal(lse[:, 5], lse_b[:, 2])
+    torch.testing.assert_close(out[3:5].double(), expected([(a[2:], lse_a[:, 2:]), (b[:2], lse_b[:, :2])])[0], rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_added_is_zero_and_minus_infinity() -> None:
+    out, lse = OutSum(torch.zeros(4, 2, 3, dtype=torch.bfloat16), 5).result()
+    assert out.shape == (4, 2, 5) and out.dtype is torch.bfloat16 and not out.any()
+    assert lse.dtype is torch.float32 and (lse == -INF).all()
+    assert not GradSum(torch.zeros(4, 2, 3)).result(torch.float32).any()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_bf16_partials_are_summed_in_fp32(whole: bool) -> None:
+    rows = slice(0, 4) if whole else slice(1, 4)
+    total = GradSum(torch.zeros(4, 1, 1, dtype=torch.bfloat16))
+    for _ in range(257):
+        total.add(rows, torch.ones(rows.stop - rows.start, 1, 1, dtype=torch.bfloat16))
+    assert total.result(torch.float32)[-1].item() == 257.0  # bf16 alone would stop at 256
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the mechanisms' own tests run this kernel compiled")
+@pytest.mark.parametrize(("rows", "dim"), [(1, 8), (17, 8), (33, 6)])
+def test_triton_merge_equals_the_plain_one(rows: int, dim: int) -> None:
+    from pytest_longca.parallel.merge_triton import launch
+
+    a, b = partials(rows, 3, dim, 1, torch.float32), partials(rows, 3, dim, 2, torch.float32)
+    target = torch.empty_like(a[0]), torch.empty_like(a[1])
+    plain = torch.empty_like(a[0]), torch.empty_like(a[1])
+    launch(target, a, b)
+    merge_into(plain, a, b)
+    torch.testing.assert_close(target, plain, rtol=1e-6, atol=1e-6)
+    launch(a, a, b)  # in place
+    torch.testing.assert_close(a, plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the mechanisms' own tests run this kernel compiled")
+def test_triton_merge_takes_slices_of_rows_and_other_head_strides() -> None:
+    from pytest_longca.parallel.merge_triton import launch
+
+    (out, lse), other = partials(9, 3, 4, 1, torch.float32), partials(5, 3, 4, 2, torch.float32)
+    other = other[0].transpose(0, 1).contiguous().transpose(0, 1), other[1]
+    wanted = out.clone(), lse.clone()
+    merge_into((wanted[0][2:7], wanted[1][:, 2:7]), (out[2:7], lse[:, 2:7]), other)
+    part = out[2:7], lse[:, 2:7]
+    launch(part, part, other)
+    torch.testing.assert_close((out, lse), wanted, rtol=1e-6, atol=1e-6)
+
+
+class NaiveRounds(VarlenBlock):
+    """A varlen backend as it should be: each sequence of a call by dense attention, bottom-right aligned."""
+
+    name = "naive_rounds"
+
+    def round_forward(self, q, k, v, call, scale):  # type: ignore[no-untyped-def]  # as in the base class
+        return NaiveBlock().block_forward(q, k, v, _segment(call), scale)
+
+    def round_backward(self, do, q, k, v, out, lse, call, scale):  # type: ignore[no-untyped-def]  # as in the base class
+        return NaiveBlock().block_backward(do, q, k, v, out, lse, _segment(call), scale)
+
+
+def _segment(call: Round) -> Segment:
+    """What FlashAttention would compute for the call's cu_seqlens and window, as intervals."""
+    left, right = call.window
+    ends_q, ends_kv = call.cu_seqlens_q.tolist(), call.cu_seqlens_kv.tolist()
+    intervals = torch.zeros(ends_q[-1], 2, 2, dtype=torch.int32)
+    for q0, q1, k0, k1 in zip(ends_q, ends_q[1:], ends_kv, ends_kv[1:], strict=False):
+        diagonal = torch.arange(q1 - q0) + (k1 - k0) - (q1 - q0)
+        first = torch.zeros_like(diagonal) if left is None else (diagonal - left).clamp(min=0)
+        last = torch.full_like(diagonal, k1 - k0) if right is None else (diagonal + right + 1).clamp(max=k1 - k0)
+        seen = torch.stack((k0 + first, k0 + last), -1)
+        intervals[q0:q1, 0] = seen.masked_fill((last <= first)[:, None], 0).to(torch.int32)
+    return Segment(intervals, ends_kv[-1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_rounds_compute_what_dense_attention_does_forward_and_backward(data: st.DataObject) -> None:
+    keys = data.draw(st.integers(1, 9))
+    cuts = data.draw(st.lists(st.lists(st.integers(0, keys), min_size=4, max_size=4).map(sorted), min_size=1, max_size=9))
+    intervals = torch.tensor([[(a, b), (c, d)] if b < c else [(a, max(b, d)), (0, 0)] for a, b, c, d in cuts], dtype=torch.int32)
+    segment = Segment(intervals, keys)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    q, do = (torch.randn(len(cuts), 4, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(keys, 2, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    out, lse = NaiveBlock().block_forward(q, k, v, segment, 0.5)
+    found = NaiveRounds().block_forward(q, k, v, segment, 0.5)
+    torch.testing.assert_close(found, (out, lse), rtol=1e-10, atol=1e-10)
+    grads = NaiveBlock().block_backward(do, q, k, v, out, lse, segment, 0.5)
+    torch.testing.assert_close(NaiveRounds().block_backward(do, q, k, v, out, lse, segment, 0.5), grads, rtol=1e-10, atol=1e-10)
+
+
+def test_unknown_block_kernel_is_refused_with_the_closest_name() -> None:
+    with pytest.raises(ValueError, match="did you mean 'cudnn_flex'"):
+        find_block_kernel("cudnn_flx")
