@@ -79,8 +79,21 @@ def _timed_rows(session: "Session") -> Iterable[Any]:
 def _replayed_rows(session: "Session") -> Iterable[Any]:
     """(kernel name, case id) of --longca-case, for the suite."""
     case = session.replayed
-    for kernel in session.kernels if case else ():
+    if case is None:
+        return
+    for kernel in session.kernels:
         yield pytest.param(kernel, case.id, id=f"{kernel}-{case.id}", marks=_refused(session.refusal(kernel, case)))
+
+
+def _ledger_rows(session: "Session") -> Iterable[Any]:
+    """(kernel name, known-failures entry) of the entries that are due here, for the suite."""
+    from pytest_longca.known_failures import due
+
+    found = [(kernel, entry) for kernel in session.kernels for entry in due(session.catalogue.kernel(kernel), session.machine)]
+    for kernel, entry in found:
+        yield pytest.param(kernel, entry, id=f"{kernel}-{entry.name}")
+    if not found:
+        yield pytest.param("", None, id="none")
 
 
 def _kernel_rows(session: "Session") -> Iterable[Any]:
@@ -127,6 +140,7 @@ _ROWS: dict[tuple[str, ...], Any] = {
     ("longca_kernel_name", "longca_mask_name"): _cell_rows,
     ("longca_kernel_name", "longca_case_id"): _timed_rows,
     ("longca_kernel_name", "longca_replayed"): _replayed_rows,
+    ("longca_kernel_name", "longca_known_failure"): _ledger_rows,
     ("longca_kernel",): _kernel_rows,
     ("longca_mask",): _mask_rows,
     ("longca_case",): _case_rows,

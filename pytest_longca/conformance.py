@@ -1,6 +1,7 @@
 """What the suite's tests do with a cell or a case: run it, judge it, record it, and say what failed."""
 
 import functools
+import platform
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
+from pytest_longca import __version__
 from pytest_longca.checknames import select_checks
 from pytest_longca.collector import PROPERTY
 from pytest_longca.outcome import (
@@ -27,6 +29,8 @@ from pytest_longca.report.record import Record, shape_of
 if TYPE_CHECKING:
     from pytest_longca.case import Case
     from pytest_longca.checks import Verification
+    from pytest_longca.kernel import Kernel
+    from pytest_longca.known_failures import Entry
     from pytest_longca.session import Session
 
 
@@ -60,6 +64,20 @@ def run_probes(item: pytest.Item, session: "Session", kernel: str, mask: str) ->
         if not isinstance(verification.outcome, Passed):
             finish(item, session, "probes", kernel, case, verification, findings)
     finish_cell(item, session, "probes", kernel, mask, findings)
+
+
+def run_known_failure(item: pytest.Item, session: "Session", kernel: str, entry: "Entry | None") -> None:
+    """Try the smallest case of a known failure again: an entry that is no longer true fails the run."""
+    from pytest_longca.ids import parse_case
+    from pytest_longca.known_failures import stale
+
+    if entry is None:
+        pytest.skip("no known failure is about a kernel of this run")
+    verification = session.verify(kernel, parse_case(entry.case, session.catalogue.masks()), select_checks(session.options.checks))
+    reason = stale(entry, verification.outcome)
+    outcome = Wrong(reason) if reason else KnownWrong(entry.why, entry.name)
+    keep(item, Record(stage="case", kernel=kernel, mask=entry.mask, case=entry.case, outcome=outcome.to_json(), reason=str(outcome)))
+    conclude(outcome, reason or "")
 
 
 def run_case(item: pytest.Item, session: "Session", kernel: str, case: "Case") -> None:
@@ -114,12 +132,10 @@ def conclude(outcome: Outcome, message: str) -> None:
 
 def record_refusal(item: pytest.Item, outcome: Outcome) -> NoReturn:
     """Record a cell that is refused before anything runs, and skip its test."""
-    from pytest_longca.ids import mask_name_of
-
     params = item.callspec.params  # type: ignore[attr-defined]  # only parametrized items carry the marker
     kernel = params.get("longca_kernel_name") or params["longca_kernel"].name
     case = params.get("longca_case_id")
-    mask = params.get("longca_mask_name") or (mask_name_of(case) if case else "")
+    mask = params.get("longca_mask_name") or (case.partition("(")[0] if case else "")
     stage = {"test_probes": "probes", "test_examples": "examples", "test_timing": "timing"}.get(item.originalname, "case")  # type: ignore[attr-defined]
     keep(item, Record(stage=stage, kernel=kernel, mask=mask, case=case, outcome=outcome.to_json(), reason=str(outcome)))
     pytest.skip(str(outcome))
@@ -141,7 +157,7 @@ def _record(session: "Session", stage: str, kernel: str, mask: str, outcome: Out
         verdicts=findings.verdicts(),
         facts=findings.facts,
         device=session.machine.name,
-        versions=versions(),
+        versions=versions(session.catalogue.kernel(kernel)),
         commit=commit(),
         **more,
     )
@@ -160,28 +176,13 @@ def _message(kernel: str, case: "Case", verification: "Verification", replay: st
     return "\n".join([*lines, f"replay: {replay}"])
 
 
-@functools.cache
-def versions() -> dict[str, str]:
-    """Versions of what decides a result: Python, torch, triton, and every installed kernel package."""
-    import importlib.metadata
-    import platform
+def versions(kernel: "Kernel") -> dict[str, str]:
+    """Versions of what decides a result: Python, this package, torch, Triton, and the kernel's own packages."""
+    from pytest_longca.kernel import Requirement
 
-    found = {"python": platform.python_version()}
-    for name in (
-        "torch",
-        "triton",
-        "flash-attn",
-        "flash-attn-4",
-        "nvidia-cudnn-frontend",
-        "flashinfer-python",
-        "fastvideo-kernel",
-        "pytest-longca",
-    ):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {"python": platform.python_version(), "pytest-longca": __version__}
+    needs = (Requirement(distribution="torch", how=""), Requirement(distribution="triton", how=""), *kernel.requires)
+    return found | dict(installed for need in needs if (installed := need.installed()))
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from typing import Any
 from pytest_longca.catalogue import Catalogue
 from pytest_longca.errors import DidNotRun
 from pytest_longca.machine import CPU, Machine
+from pytest_longca.outcome import Wrong
 
 
 class Workshop:
@@ -55,7 +56,7 @@ def _verify(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
 def _time(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
     """Time a case that was verified, and verify it once more on fresh inputs."""
     from pytest_longca.checks import verify
-    from pytest_longca.device_kernels import device_kernels
+    from pytest_longca.device_kernels import device_kernels, silent_fallback
     from pytest_longca.ids import parse_case
     from pytest_longca.timing import CLOCKS, Effort, time_case
 
@@ -66,9 +67,10 @@ def _time(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
         names = device_kernels(kernel, case, shop.machine)
     except DidNotRun as stopped:
         return {"outcome": stopped.outcome.to_json()}
+    fallback = silent_fallback(kernel, names)
     again = verify(kernel, dataclasses.replace(case, seed=case.seed + 1), shop.machine, ("truth",))
     return {
-        "outcome": again.outcome.to_json(),
+        "outcome": (Wrong(fallback) if fallback else again.outcome).to_json(),
         "timing": dataclasses.asdict(timing),
         "process": shop.name,
         "device_kernels": names,

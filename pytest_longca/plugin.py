@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 SUITE = Path(__file__).parent / "suite"
 OPTIONS_KEY = pytest.StashKey[Options]()
 SESSION_KEY = pytest.StashKey["Session"]()
-ARGUMENTS = ("longca_kernel_name", "longca_mask_name", "longca_case_id", "longca_replayed", "longca_kernel", "longca_mask", "longca_case")
+ARGUMENTS = (
+    "longca_kernel_name",
+    "longca_mask_name",
+    "longca_case_id",
+    "longca_replayed",
+    "longca_known_failure",
+    "longca_kernel",
+    "longca_mask",
+    "longca_case",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

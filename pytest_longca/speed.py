@@ -74,7 +74,7 @@ def _record(session: "Session", kernel: str, case: "Case", findings: Findings, a
         compiled_form=timing["facts"].get("compiled_form"),
         facts={**timing["facts"], "protocol": answer["protocol"], "throttled_samples": timing["throttled"]},
         clocks=timing["clocks"],
-        versions=versions(),
+        versions=versions(session.catalogue.kernel(kernel)),
         commit=commit(),
     )
 
