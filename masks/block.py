@@ -1,5 +1,6 @@
 """The dynamic masks: blocks of queries see blocks of keys as a map says, a map for each head; blocks of one size, or each of its own."""
 
+import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,8 +85,7 @@ class _Blocks(Mask):
         return tuple(torch.tensor(sizes, dtype=torch.int64, device=device) for sizes in (self.sizes_q(), self.sizes_kv()))  # type: ignore[return-value]  # two of them
 
     def area(self) -> int:
-        sizes_q, sizes_kv = self._tensor_sizes("cpu")
-        return sum(int((head.to(torch.int64) @ sizes_kv) @ sizes_q) for head in self.expand())
+        return _area(self)
 
     def row_intervals(self, device: Device = "cpu") -> Tensor | None:
         runs = two_runs(self.expand(device))  # [heads, blocks_q, 2, 2], in blocks
@@ -97,6 +97,13 @@ class _Blocks(Mask):
 
     def tiles(self, device: Device = "cpu", block_q: int = 128, block_kv: int = 128) -> Tiles:
         return tiles_of_blocks(self.expand(device), *self._tensor_sizes(device), block_q, block_kv)
+
+
+@functools.lru_cache(maxsize=256)
+def _area(mask: _Blocks) -> int:
+    sizes_q, sizes_kv = (torch.tensor(sizes, dtype=torch.float64) for sizes in (mask.sizes_q(), mask.sizes_kv()))
+    # float64 for its speed; sums of integers are exact in it up to 2**53, which is 90 million tokens squared.
+    return sum(int(sizes_q @ (head.double() @ sizes_kv)) for head in mask.expand())
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,16 +28,16 @@ def canonical(start0: Tensor, end0: Tensor, start1: Tensor | None = None, end1: 
     Runs may be empty or touch; a second run that is not empty does not start before the first one.
     """
     rows = torch.zeros(start0.shape[0], 2, 2, dtype=torch.int32, device=start0.device)
-    if start1 is not None and end1 is not None:
-        # An empty run is moved to where it touches the other one, so that merging is all that is left to do.
-        empty0, empty1 = end0 <= start0, end1 <= start1
-        start1, end1 = torch.where(empty1, end0, start1), torch.where(empty1, end0, end1)
-        start0, end0 = torch.where(empty0, start1, start0), torch.where(empty0, start1, end0)
-        touch = end0 >= start1
-        end0 = torch.where(touch, torch.maximum(end0, end1), end0)
-        rows[:, 1, 0] = start1.masked_fill(touch, 0)
-        rows[:, 1, 1] = end1.masked_fill(touch, 0)
     empty = end0 <= start0
+    if start1 is not None and end1 is not None:
+        if empty.any():  # a first run that is empty is moved to where it touches the second
+            start0, end0 = torch.where(empty, start1, start0), torch.where(empty, start1, end0)
+        touch = start1 <= end0
+        end0 = torch.where(touch, torch.maximum(end0, end1), end0)
+        unused = touch | (end1 <= start1)
+        rows[:, 1, 0] = start1.masked_fill(unused, 0)
+        rows[:, 1, 1] = end1.masked_fill(unused, 0)
+        empty = end0 <= start0
     rows[:, 0, 0] = start0.masked_fill(empty, 0)
     rows[:, 0, 1] = end0.masked_fill(empty, 0)
     return rows[None, None]
@@ -83,9 +83,14 @@ def area(mask: "Mask") -> int:
     """Visible (query, key) pairs of a mask, summed over its own batch and head axes."""
     rows = mask.row_intervals()
     if rows is not None:
-        return int((rows[..., 1] - rows[..., 0]).sum(dtype=torch.int64))
+        return area_of(rows)
     per_row = mask.batch * mask.heads * mask.seqlen_kv
     return sum(int(evaluate(mask, "cpu", rows=rows).sum()) for rows in chunks(mask.seqlen_q, per_row))
+
+
+def area_of(rows: Tensor) -> int:
+    """Visible (query, key) pairs of row intervals."""
+    return int((rows[..., 1] - rows[..., 0]).sum(dtype=torch.int64))
 
 
 def columns(mask: "Mask", device: Device = "cpu") -> Tensor | None:
@@ -139,7 +144,8 @@ def _changes(rows: Tensor, seqlen_kv: int) -> Iterator[tuple[Tensor, Tensor, Ten
         last = min(first + CHUNK_ROWS, seqlen_q + 1)  # row `last - 1` is compared to the one before it
         parts = (everything[: first == 0], rows[max(0, first - 1) : last], everything[: last > seqlen_q])
         chunk = torch.cat(parts).permute(1, 2, 0).contiguous()
-        changed = (chunk[..., 1:] != chunk[..., :-1]).flatten(0, 1).any(0).nonzero()[:, 0]
+        start0, end0, start1, end1 = (chunk[..., 1:] != chunk[..., :-1]).flatten(0, 1)
+        changed = (start0 | end0 | start1 | end1).nonzero()[:, 0]
         yield (changed + first).to(torch.int32), _pick(chunk[..., :-1], changed), _pick(chunk[..., 1:], changed)
 
 
@@ -156,8 +162,11 @@ def _difference(a: Tensor, b: Tensor, seqlen_kv: int) -> Iterator[Piece]:
     """The pieces of a \\ b for runs `[2, 2, entries]`."""
     unused = b[:, 1] == 0
     start, end = b[:, 0].masked_fill(unused, seqlen_kv), b[:, 1].masked_fill(unused, seqlen_kv)
-    complement = ((torch.zeros_like(start[0]), start[0]), (end[0], start[1]), (end[1], torch.full_like(start[0], seqlen_kv)))
-    for run_start, run_end in a:
+    complement = [(torch.zeros_like(start[0]), start[0]), (end[0], start[1]), (end[1], torch.full_like(start[0], seqlen_kv))]
+    # Most masks have one run a row, which leaves two of the six pairs.
+    runs = a if a[1].any() else a[:1]
+    complement = complement if b[1].any() else complement[:2]
+    for run_start, run_end in runs:
         for low, high in complement:
             first = torch.maximum(run_start, low)
             length = torch.minimum(run_end, high).sub_(first)
