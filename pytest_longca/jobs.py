@@ -63,7 +63,8 @@ def _time(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
     case = parse_case(request["case"], shop.catalogue.masks())
     kernel = shop.catalogue.kernel(request["kernel"])
     try:
-        timing = time_case(kernel, case, shop.machine, Effort(min_samples=request["min_samples"]))
+        effort = Effort(min_samples=request["min_samples"], budget_s=request["sampling_s"])
+        timing = time_case(kernel, case, shop.machine, effort)
         names = device_kernels(kernel, case, shop.machine)
     except DidNotRun as stopped:
         return {"outcome": stopped.outcome.to_json()}

@@ -201,6 +201,7 @@ class Preset:
     head_dims: tuple[int, ...]
     gpu_head_dims: tuple[int, ...]
     min_samples: int
+    sampling_s: float
 
 
 PRESETS: dict[str, Preset] = {
@@ -216,6 +217,7 @@ PRESETS: dict[str, Preset] = {
         head_dims=(32,),
         gpu_head_dims=(128,),
         min_samples=10,
+        sampling_s=0.1,
     ),
     "default": Preset(
         examples=50,
@@ -229,6 +231,7 @@ PRESETS: dict[str, Preset] = {
         head_dims=(64,),
         gpu_head_dims=(128,),
         min_samples=30,
+        sampling_s=1.0,
     ),
     "full": Preset(
         examples=200,
@@ -242,6 +245,7 @@ PRESETS: dict[str, Preset] = {
         head_dims=(64,),
         gpu_head_dims=(64, 128),
         min_samples=50,
+        sampling_s=3.0,
     ),
 }
 

@@ -54,6 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from None
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Collector(config.stash[OPTIONS_KEY]), "longca-collector")
+    if typed and not any(str(arg).startswith("--benchmark-") for arg in config.invocation_params.args):
+        config.option.benchmark_quiet = True  # our closing part shows the times; its table comes back with any --benchmark option
     if typed and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args[:] = [str(SUITE)]
         config.args_source = pytest.Config.ArgsSource.ARGS

@@ -35,7 +35,8 @@ def run_timing(item: pytest.Item, session: "Session", benchmark: Any, kernel: st
 
 def _timed(item: pytest.Item, session: "Session", kernel: str, case: "Case") -> dict[str, Any]:
     """The worker's timing, and one more look at the results on fresh inputs; ends the test if either fails."""
-    request = {"op": "time", "kernel": kernel, "case": case.id, "min_samples": session.options.preset_values.min_samples}
+    preset = session.options.preset_values
+    request = {"op": "time", "kernel": kernel, "case": case.id, "min_samples": preset.min_samples, "sampling_s": preset.sampling_s}
     try:
         answer = session.call(kernel, request)
     except DidNotRun as stopped:
