@@ -101,7 +101,7 @@ class FlashMask(Kernel):
         plan = plan_case(case, launch, device)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            out, lse = FlashMaskFunction.apply(q, k, v, plan, case.scale, launch)  # type: ignore[no-untyped-call]  # torch
+            out, lse = FlashMaskFunction.apply(q, k, v, plan, case.scale, launch)
             return out, lse
 
         facts = {"mask_form": "column form", "tma": str(launch.tma), "plan_bytes": str(plan.nbytes)}

@@ -44,7 +44,7 @@ def attention_backward(
     do, q, k, v, out = map(_inner_contiguous, (do, q, k, v, out))
     lse = lse.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    stats = torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device)
+    stats = q.new_empty(2, *lse.shape[:2], _blocks(q.shape[1], launch.dq) * launch.dq.block, dtype=torch.float32)
     tma = launch.tma and _fits_tma(do, q, k, v)
     _launch_dq((do, q, k, v, out, dq), lse, stats, plan, plan.dq, scale, launch, tma)
     _launch_dkdv((do, q, k, v, dk, dv), stats, plan, plan.dkdv, scale, launch, tma)
@@ -61,7 +61,7 @@ def _launch_dq(
     backward.dq_kernel[grid](
         _pointer(q), _streamed(k, tile, tma), _streamed(v, tile, tma), _pointer(out), _pointer(do), _pointer(dq), lse, stats,
         plan.rows, schedule.runs, schedule.items, *order, heads_q, group, _blocks(seqlen_q, tile),
-        seqlen_q, k.shape[1], seqlen_q, lse.numel(), scale * LOG2_E, scale,
+        seqlen_q, k.shape[1], seqlen_q, stats.shape[-1], stats.numel() // 2, scale * LOG2_E, scale,
         BLOCK_M=tile.block, BLOCK_N=tile.step, PIECES=plan.row_pieces, **_constants(q, v, tma), **_options(tile),
     )  # fmt: skip
 
@@ -77,7 +77,8 @@ def _launch_dkdv(tensors: Sequence[Tensor], stats: Tensor, plan: Plan, schedule:
     backward.dkdv_kernel[grid](
         _streamed(q, tile, tma), _pointer(k), _pointer(v), _streamed(do, tile, tma),
         _pointer(dk), _pointer(dv), dk_parts, dv_parts, stats, plan.columns, schedule.runs, schedule.items,
-        *order, heads_kv, q.shape[2], blocks, q.shape[1], seqlen_kv, seqlen_kv, stats.numel() // 2, parts, scale * LOG2_E, scale,
+        *order, heads_kv, q.shape[2], blocks, q.shape[1], seqlen_kv, seqlen_kv,
+        stats.shape[-1], stats.numel() // 2, parts, scale * LOG2_E, scale,
         BLOCK_N=tile.block, BLOCK_M=tile.step, PIECES=plan.column_pieces, **constants, **_options(tile),
     )  # fmt: skip
     if not schedule.slots:

@@ -41,11 +41,11 @@ def _gather_dq(
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
     q, k, v, out, do, dq, lse, stats, rows, runs, items, num_items, head_block, heads, group, blocks, seqlen_q, seqlen_kv,
-    mask_stride, stats_stride, scale_log2, scale,
+    mask_stride, stats_rows, stats_stride, scale_log2, scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PIECES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of BLOCK_M queries of one head; leaves lse in base 2 and delta = sum(out * do) in `stats` for dk and dv."""
+    """dq of BLOCK_M queries of one head; leaves lse in base 2 and delta = sum(out * do) in `stats`, whole blocks of rows, for dk and dv."""
     item, entry, block, batch, head = place(items, num_items, head_block, heads, blocks)
     start = block * BLOCK_M
     row = start + tl.arange(0, BLOCK_M)
@@ -54,11 +54,11 @@ def dq_kernel(
     do_tile = load_tile(do, batch, head, start, seqlen_q, DIM_V, BLOCK_M, BLOCK_DV, False)
     out_tile = load_tile(out, batch, head, start, seqlen_q, DIM_V, BLOCK_M, BLOCK_DV, False)
     delta = tl.sum(out_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
-    at = (batch * heads + head).to(tl.int64) * seqlen_q + row
-    top = tl.load(lse + at, mask=exists, other=float("-inf")) * 1.4426950408889634
-    top = tl.where(top == float("-inf"), float("inf"), top)  # rows that see nothing have P = exp2(-inf) = 0
-    tl.store(stats + at, top, mask=exists)
-    tl.store(stats + stats_stride + at, delta, mask=exists)
+    head_row = (batch * heads + head).to(tl.int64)
+    top = tl.load(lse + head_row * seqlen_q + row, mask=exists, other=float("-inf")) * 1.4426950408889634
+    top = tl.where(top == float("-inf"), float("inf"), top)  # rows that see nothing, or do not exist, have P = exp2(-inf) = 0
+    tl.store(stats + head_row * stats_rows + row, top)
+    tl.store(stats + stats_stride + head_row * stats_rows + row, delta)
     q_tile = load_tile(q, batch, head, start, seqlen_q, DIM, BLOCK_M, BLOCK_D, False)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for MASKED in tl.static_range(2):
@@ -71,7 +71,7 @@ def dq_kernel(
 
 @triton.jit
 def _gather_dkdv(
-    dk, dv, k, v, q, do, stats, bounds, runs, walk, batch, head, num_heads, heads_q, seqlen_q, stats_stride, scale_log2,
+    dk, dv, k, v, q, do, stats, bounds, runs, walk, batch, head, num_heads, heads_q, seqlen_q, stats_rows, stats_stride, scale_log2,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PIECES: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -81,11 +81,10 @@ def _gather_dkdv(
     for _ in range(tiles * num_heads):
         start = tile * BLOCK_M
         row = start + tl.arange(0, BLOCK_M)
-        exists = row < seqlen_q
-        at = stats + (batch * heads_q + head).to(tl.int64) * seqlen_q + row
+        at = stats + (batch * heads_q + head).to(tl.int64) * stats_rows + row
         q_tile = load_tile(q, batch, head, start, seqlen_q, DIM, BLOCK_M, BLOCK_D, TMA)
         score = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        top = tl.load(at, mask=exists, other=float("inf"))
+        top = tl.load(at)
         if MASKED:
             masked = inside(row[None, :], bounds[0][:, None], bounds[1][:, None], bounds[2][:, None], bounds[3][:, None], PIECES)
             score = tl.where(masked, float("-inf"), score)
@@ -93,7 +92,7 @@ def _gather_dkdv(
         do_tile = load_tile(do, batch, head, start, seqlen_q, DIM_V, BLOCK_M, BLOCK_DV, TMA)
         dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
-        delta = tl.load(at + stats_stride, mask=exists, other=0.0)
+        delta = tl.load(at + stats_stride)
         ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
         tile, left, run, wrapped = next_tile(runs, tile, left, run, first, last)
@@ -104,7 +103,7 @@ def _gather_dkdv(
 @triton.jit(do_not_specialize=SIZES)
 def dkdv_kernel(
     q, k, v, do, dk, dv, dk_parts, dv_parts, stats, columns, runs, items, num_items, head_block, heads_kv, heads_q, blocks,
-    seqlen_q, seqlen_kv, mask_stride, stats_stride, parts, scale_log2, scale,
+    seqlen_q, seqlen_kv, mask_stride, stats_rows, stats_stride, parts, scale_log2, scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PIECES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +123,7 @@ def dkdv_kernel(
     for MASKED in tl.static_range(2):
         acc_k, acc_v = _gather_dkdv(
             acc_k, acc_v, k_tile, v_tile, q, do, stats, bounds, runs, item + 4 + 5 * MASKED, batch, head, num_heads, heads_q,
-            seqlen_q, stats_stride, scale_log2, DIM, DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PIECES, MASKED, TMA, PRECISION,
+            seqlen_q, stats_rows, stats_stride, scale_log2, DIM, DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PIECES, MASKED, TMA, PRECISION,
         )  # fmt: skip
     if slot < 0:
         store_tile(dk, acc_k * scale, batch, head_kv, start, seqlen_kv, DIM, BLOCK_N, BLOCK_D)

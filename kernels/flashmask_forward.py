@@ -12,7 +12,7 @@ not exist read as 0.
 import triton
 import triton.language as tl
 
-SIZES = ("num_items", "head_block", "seqlen_q", "seqlen_kv", "blocks", "mask_stride", "stats_stride", "parts")
+SIZES = ("num_items", "head_block", "seqlen_q", "seqlen_kv", "blocks", "mask_stride", "parts")
 """Arguments that differ from case to case: one binary serves all their values."""
 
 

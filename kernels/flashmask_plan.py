@@ -28,13 +28,19 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the three kernels are launched. `tma` loads through tensor descriptors (Hopper and later); `processors` counts the SMs."""
+    """How the three kernels are launched. `tma` loads through tensor descriptors (Hopper and later); `processors` counts the SMs.
+
+    The blocks of dq are whole steps of dk and dv, which read without a bound what dq leaves for them.
+    """
 
     fwd: Tile
     dq: Tile
     dkdv: Tile
     tma: bool = False
     processors: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.dq.block % self.dkdv.step == 0, f"dq blocks of {self.dq.block} are not whole dk/dv steps of {self.dkdv.step}"
 
 
 @dataclass(frozen=True, slots=True)

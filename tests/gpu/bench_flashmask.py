@@ -126,7 +126,7 @@ def runners(case: Case, x: Inputs, launch: Launch) -> dict[str, Callable[[], obj
     assert plan.dq is not None and plan.dkdv is not None
     out, lse = attention.attention_forward(x.q, x.k, x.v, plan, case.scale, launch)
     dq, dk, dv = (torch.empty_like(t) for t in (x.q, x.k, x.v))
-    stats = torch.empty(2, *lse.shape, device="cuda")
+    stats = torch.empty(2, *lse.shape[:2], -(-x.q.shape[1] // launch.dq.block) * launch.dq.block, device="cuda")
     of_dq, of_dkdv, schedules = (x.do, x.q, x.k, x.v, out, dq), (x.do, x.q, x.k, x.v, dk, dv), (plan.dq, plan.dkdv)
     return {
         "fwd": lambda: attention.attention_forward(x.q, x.k, x.v, plan, case.scale, launch),
