@@ -6,7 +6,11 @@
 Every result is appended to the JSON Lines file as soon as it exists; the table is printed last. docs/context-parallel.md explains both.
 """
 
+import contextlib
+import dataclasses
+import importlib.metadata
 import os
+import platform
 import sys
 import threading
 import time
@@ -24,6 +28,7 @@ from pytest_longca.outcome import Crashed, NotInstalled, NotVerified, Outcome, O
 from pytest_longca.parallel.bench_options import Settings, parse, settings_of
 from pytest_longca.parallel.job import assemble, compare, run_share, single_device
 from pytest_longca.parallel.kernel import BlockKernel, find_block_kernel
+from pytest_longca.parallel.links import fit, measure_links
 from pytest_longca.parallel.setup import Shards, Sharing, bind, check, shards_of
 from pytest_longca.parallel.timing import Measured, measure, measure_alone, simulate, slowest_of
 from pytest_longca.parallel.world import World, session_world
@@ -34,6 +39,7 @@ ERROR_RATIO = 2.0
 ERROR_FLOOR = {"fp64": 1e-10, "fp32": 1e-6}
 LSE_FLOOR = 1e-6
 TIMED_OUT_STATUS = 3
+DISTRIBUTIONS = ("torch", "triton", "flash-attn", "flash-attn-4", "nvidia-cudnn-frontend", "ring-flash-attn", "yunchang", "pytest-longca")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,8 @@ class Bench:
 
     def run(self) -> None:
         """Every cell that fits the time."""
+        if self.settings.links and self.world.size > 1:
+            self._links()
         for tokens in self.settings.tokens:
             for mask in self.settings.masks:
                 for name in self.settings.kernels:
@@ -87,6 +95,16 @@ class Bench:
         cells = [("tokens", *lines[0]), *((str(row.tokens), *line) for row, line in zip(self.rows, lines[1:], strict=True))]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells)
+
+    def _links(self) -> None:
+        """Measure and record what transfers cost."""
+        points = measure_links(self.world, self.settings.effort)
+        fits = {kind: fit(found) for kind, found in points.items()}
+        facts = {"points": points, "fits": {kind: dataclasses.asdict(link) for kind, link in fits.items()}}
+        about: dict[str, Any] = {"stage": "parallel", "kernel": "none", "mask": "none", "mechanism": "links"}
+        self._write(Record(outcome=Passed().to_json(), world_size=self.world.size, facts=facts, **about))
+        for kind, link in fits.items():
+            self.rows.append(Row(0, "", "", f"link {kind}", note=f"{link.latency_ms * 1e3:.1f} us + bytes sent / {link.gb_per_s:.1f} GB/s"))
 
     def _kernel_cells(self, tokens: int, mask: str, name: str) -> None:
         self._cell(tokens, mask, name, "alone", lambda: self._alone(tokens, mask, name))
@@ -274,9 +292,12 @@ def _outcome(error: Exception) -> Outcome:
 
 
 def _versions() -> dict[str, str]:
-    from pytest_longca.conformance import versions
-
-    return versions()
+    """Versions of what decides a figure, as far as it is installed."""
+    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None, output: TextIO = sys.stdout) -> int:

@@ -46,6 +46,7 @@ class Settings:
     json: Path | None
     peers: bool
     exposed: bool
+    links: bool
 
     def case(self, mask: str, tokens: int, shares: int = 1) -> Case:
         """The case of `tokens` tokens a rank; with `shares` a kernel alone gets that share of the heads, so that its work is one rank's."""
@@ -108,6 +109,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--simulate-ranks", default="", help="which ranks (default: the first, the middle and the last)")
     parser.add_argument("--json", type=Path, help="append records to this JSON Lines file")
     parser.add_argument("--peers", action="store_true", help="time ring-flash-attn, yunchang and torch's context_parallel too")
+    parser.add_argument("--links", action="store_true", help="measure latency and bandwidth of the links first")
     parser.add_argument("--no-exposed", action="store_true", help="skip the second run without communication")
     return parser.parse_args(arguments)
 
@@ -139,4 +141,5 @@ def settings_of(options: argparse.Namespace, world_size: int) -> Settings:
         json=options.json,
         peers=options.peers,
         exposed=not options.no_exposed,
+        links=options.links,
     )

@@ -58,26 +58,28 @@ def find_layout(name: str) -> Layout:
 
 def _zigzag(lengths: Sequence[int], ring: int) -> list[Tensor]:
     totals = [0] * ring
-    pieces: list[list[Tensor]] = [[] for _ in range(ring)]
-    start = 0
-    for length in lengths:
-        for chunk, size in enumerate(_chunk_sizes(length, totals)):
-            pieces[min(chunk, 2 * ring - 1 - chunk)].append(torch.arange(start, start + size))
-            start += size
-    return [_cat(piece) for piece in pieces]
+    sizes = [size for length in lengths for size in _chunk_sizes(length, totals)]
+    ranks = torch.arange(ring)
+    chunk_owner = torch.cat((ranks, ranks.flip(0))).repeat(len(lengths))
+    token_owner = chunk_owner.repeat_interleave(torch.tensor(sizes))
+    return list(token_owner.argsort(stable=True).split(totals))
 
 
 def _chunk_sizes(length: int, totals: list[int]) -> list[int]:
-    """Sizes of a document's 2 * ring chunks. The remainder goes to the ranks that hold fewest: totals differ by one at most."""
+    """Sizes of a document's 2 * ring chunks, added to `totals`.
+
+    The remainder goes to the ranks that hold fewest, one token each and head chunk first: totals differ by one at most.
+    """
     ring = len(totals)
-    sizes = [length // (2 * ring)] * (2 * ring)
-    extra = [0] * ring
-    for _ in range(length % (2 * ring)):
-        rank = min(range(ring), key=lambda r: (totals[r] + extra[r], extra[r], r))
-        sizes[rank if extra[rank] == 0 else 2 * ring - 1 - rank] += 1
-        extra[rank] += 1
+    size, remainder = divmod(length, 2 * ring)
+    sizes = [size] * (2 * ring)
+    by_need = sorted(range(ring), key=totals.__getitem__)
+    for turn in range(remainder):
+        rank = by_need[turn % ring]
+        sizes[rank if turn < ring else 2 * ring - 1 - rank] += 1
+        totals[rank] += 1
     for rank in range(ring):
-        totals[rank] += 2 * (length // (2 * ring)) + extra[rank]
+        totals[rank] += 2 * size
     return sizes
 
 

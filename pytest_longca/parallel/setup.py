@@ -99,7 +99,7 @@ def bind(case: Case, sharing: Sharing, world: World, kernel: BlockKernel, shards
     mesh = shards.mesh
     plan = Plan(shards.intervals, shards.ring, world.rank // mesh.heads, world.device)
     tokens = [len(part) for part in shards.ring[plan.own].tensor_split(mesh.heads)]
-    exchange = HeadExchange(world.channel(mesh, "heads"), tokens, _groups(case, mesh, sharing.groups))
+    exchange = HeadExchange(world.channel(mesh, "heads"), tokens, head_groups(case, mesh, sharing.groups))
     return ContextParallel(plan, _communicator(sharing.row, mesh, world, plan), exchange, kernel, case.scale)
 
 
@@ -110,7 +110,7 @@ def _communicator(row: Mechanism, mesh: Mesh, world: World, plan: Plan) -> Commu
     return Chain(outer, inner)
 
 
-def _groups(case: Case, mesh: Mesh, wanted: int) -> int:
+def head_groups(case: Case, mesh: Mesh, wanted: int) -> int:
     """The largest number of head groups up to `wanted` that divides a rank's key/value heads; 1 without Ulysses."""
     heads = max(case.heads_kv, mesh.heads) // mesh.heads
     return max(n for n in range(1, wanted + 1) if heads % n == 0) if mesh.heads > 1 else 1

@@ -1,4 +1,4 @@
-"""Merging partial results: by lse in fp32, empty rows, dtypes, slices; the Triton form equals the PyTorch form; rounds equal dense attention."""
+"""Merging partial results: by lse in fp32, empty rows, dtypes, slices; Triton as PyTorch; a segment's rounds as dense attention."""
 
 import os
 

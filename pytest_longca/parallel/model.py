@@ -1,0 +1,225 @@
+"""The scaling model: a rank's compute time, measured with communication off, plus what latency and bandwidth leave exposed.
+
+    python -m pytest_longca.parallel.model --records cp.jsonl            # the paper's table, 8 to 96 GPUs
+
+Compute is data (records of simulated ranks) or an assumed rate; links are fitted on what is there, the others are named assumptions.
+A ring hides a hop behind the block that it computes meanwhile; an exchange of heads in g groups hides all but the first and the last; a
+gather hides nothing. Links that are busy while a rank computes slow it down by the factor 1 + `contention`.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pytest_longca.case import Case, Direction
+from pytest_longca.catalogue import MASKS, load
+from pytest_longca.errors import InvalidArgument
+from pytest_longca.ids import parse_case
+from pytest_longca.parallel.bench_options import LongMix
+from pytest_longca.parallel.links import Link, fit
+from pytest_longca.parallel.mechanisms import MECHANISMS, RANKS_PER_NODE, Mesh
+from pytest_longca.parallel.published import PUBLISHED
+from pytest_longca.parallel.setup import Sharing, head_groups
+from pytest_longca.report.record import Record
+
+Computed = dict[tuple[str, str, int, int, str], float]
+WORLDS = (8, 16, 32, 64, 96)
+PAPER_MASKS = ("full", "causal", "full_document", "causal_document")
+PAPER_TOKENS = 8192
+BF16_BYTES, FP32_BYTES = 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Links inside a node and between nodes, and how much a busy link slows computation.
+
+    The defaults are assumptions: inside 280 GB/s and 20 us (NVLink of one host), between 45 GB/s and 30 us (a 400 Gbit/s card a GPU).
+    """
+
+    inside: Link = field(default_factory=lambda: Link(0.02, 280.0))
+    between: Link = field(default_factory=lambda: Link(0.03, 45.0))
+    contention: float = 0.0
+    ranks_per_node: int = RANKS_PER_NODE
+
+    def along(self, mesh: Mesh, axis: str) -> Link:
+        """The slowest link that a neighbour transfer along the axis crosses."""
+        members = mesh.members(0, axis)
+        return self.inside if members[-1] < self.ranks_per_node else self.between
+
+    def exchange_ms(self, num_bytes: float, mesh: Mesh, axis: str) -> float:
+        """A rank's bytes spread evenly over all ranks of an axis, inside and between at once: the slower part counts."""
+        members = mesh.members(0, axis)
+        if len(members) == 1:
+            return 0.0
+        near = sum(rank < self.ranks_per_node for rank in members) - 1
+        far = len(members) - 1 - near
+        each = num_bytes / (len(members) - 1)
+        return max(self.inside.ms(each * near), self.between.ms(each * far))
+
+
+def predict_ms(case: Case, sharing: Sharing, direction: str, compute_ms: float, network: Network) -> float:
+    """A step's time on one rank: its compute, and the communication that is not hidden. `direction` is "fwd" or "bwd"."""
+    mesh = sharing.mesh_for(case)
+    heads = _exchange_exposed_ms(case, sharing, mesh, compute_ms, network)
+    ring = (
+        _gather_ms(case, mesh, direction, network) if sharing.row.gathers else _ring_exposed_ms(case, mesh, direction, compute_ms, network)
+    )
+    slowed = compute_ms * (1 + network.contention) if mesh.size > 1 else compute_ms
+    return slowed + heads + ring
+
+
+def _block_bytes(case: Case, mesh: Mesh, element_bytes: int) -> float:
+    """The keys and values of one block of the ring."""
+    return max(case.heads_kv, mesh.heads) * (case.head_dim + case.head_dim_v) * (case.seqlen_q / mesh.size) * element_bytes
+
+
+def _exchange_exposed_ms(case: Case, sharing: Sharing, mesh: Mesh, compute_ms: float, network: Network) -> float:
+    """Both ways of the exchange; forward and backward move the same: q, kv in and out back, or do in and dq, dkv back."""
+    if mesh.heads == 1:
+        return 0.0
+    share = (mesh.heads - 1) / mesh.heads * BF16_BYTES * case.seqlen_q / mesh.size
+    kv = max(case.heads_kv, mesh.heads) * (case.head_dim + case.head_dim_v)
+    groups = head_groups(case, mesh, sharing.groups)
+    widths = (case.heads_q * case.head_dim + kv, case.heads_q * case.head_dim_v)
+    one_group = sum(network.exchange_ms(width * share / groups, mesh, "heads") for width in widths)
+    return one_group + max(0.0, (one_group - compute_ms / groups) * (groups - 1))
+
+
+def _ring_exposed_ms(case: Case, mesh: Mesh, direction: str, compute_ms: float, network: Network) -> float:
+    """What hops outlast the blocks behind which they are hidden; in the backward a gradient travels with each block, and once more home."""
+    step = compute_ms / mesh.ring
+    kv, grad = _block_bytes(case, mesh, BF16_BYTES), _block_bytes(case, mesh, FP32_BYTES) * (direction == "bwd")
+    inner, outer = network.along(mesh, "inner"), network.along(mesh, "outer")
+    exposed = mesh.outer * (mesh.inner - 1) * max(0.0, inner.ms(kv) + inner.ms(grad) - step)
+    exposed += (mesh.outer - 1) * max(0.0, outer.ms(kv) + outer.ms(grad) - step * mesh.inner)
+    return exposed + (inner.ms(grad) if mesh.inner > 1 else 0.0) + (outer.ms(grad) if mesh.outer > 1 else 0.0)
+
+
+def _gather_ms(case: Case, mesh: Mesh, direction: str, network: Network) -> float:
+    grads = _block_bytes(case, mesh, FP32_BYTES) if direction == "bwd" else 0.0
+    return sum(
+        network.exchange_ms((mesh.inner - 1) * sent, mesh, "inner") for sent in (_block_bytes(case, mesh, BF16_BYTES), grads) if sent
+    )
+
+
+def compute_table(records: Sequence[Record]) -> Computed:
+    """(mechanism, mask, world, tokens, direction) to the median compute time of the slowest simulated rank; the last record wins."""
+    table: Computed = {}
+    for record in records:
+        if record.stage == "parallel" and record.samples_ms and record.facts.get("communication") == "off":
+            key = record.mechanism or "", record.mask, record.world_size, int(record.facts["tokens"]), record.direction or ""
+            table[key] = statistics.median(record.samples_ms)
+    return table
+
+
+def paper_case(mask: str, world: int, tokens: int = PAPER_TOKENS) -> Case:
+    """The paper's configuration: 64:8 heads of 128, bf16, so many tokens a device."""
+    return Case(mask=load(MASKS[mask]).default(tokens * world, 0, LongMix()), heads_q=64, heads_kv=8, head_dim=128, dtype="bf16")
+
+
+def paper_rows(records: Sequence[Record], network: Network, rate: float | None = None) -> list[str]:
+    """The paper's table: predicted TFLOP/s per GPU for 8 to 96 GPUs, beside MagiAttention's published figures for the same mechanisms.
+
+    Compute time comes from records of simulated ranks; where there is none, from `rate` (TFLOP/s), and the figure is marked ~.
+    """
+    measured = compute_table(records)
+    worlds = " ".join(f"{world:>7}" for world in WORLDS)
+    rows = [f"{'mask, pass, mechanism; predicted TFLOP/s at':<54}{worlds}   published by MagiAttention, H100, 8 16 32 64"]
+    for mask in PAPER_MASKS:
+        cases = {world: paper_case(mask, world) for world in WORLDS}
+        for direction in ("fwd", "bwd"):
+            for mechanism in MECHANISMS:
+                cells = [_cell(cases[world], Sharing(mechanism, world), mask, direction, measured, network, rate) for world in WORLDS]
+                theirs = " ".join(map(str, PUBLISHED.get((mask, direction, mechanism), ())))
+                rows.append(f"{mask + ' ' + direction + ' ' + mechanism:<54}" + " ".join(f"{cell:>7}" for cell in cells) + f"   {theirs}")
+    return rows
+
+
+def _cell(case: Case, sharing: Sharing, mask: str, direction: str, measured: Computed, network: Network, rate: float | None) -> str:
+    flop = case.flop(Direction(direction)) / sharing.world
+    compute_ms = measured.get((sharing.mechanism, mask, sharing.world, PAPER_TOKENS, direction))
+    mark = "" if compute_ms else "~"
+    if compute_ms is None and rate is None:
+        return "-"
+    try:
+        predicted = predict_ms(case, sharing, direction, compute_ms or flop / (rate or 1) / 1e9, network)
+    except InvalidArgument:  # more ranks than heads
+        return "n/a"
+    return f"{mark}{flop / predicted / 1e9:.0f}"
+
+
+def fitted(records: Sequence[Record], assumed: Network) -> Network:
+    """The network of a run: its links' line where the run measured them (all kinds together), and its contention.
+
+    Contention is what the longest rings lose beyond the model, as a fraction of their compute: the median over ring_p2p.
+    """
+    points = [
+        tuple(point) for record in records if record.mechanism == "links" for kind in record.facts["points"].values() for point in kind
+    ]
+    network = replace(assumed, inside=fit(points)) if points else assumed
+    rings = [record for record in _compared(records) if record.mechanism == "ring_p2p"]
+    longest = max((record.facts["tokens"] for record in rings), default=0)
+    losses = [
+        (statistics.median(record.samples_ms or ()) - _predicted(record, network)) / _compute_ms(record)
+        for record in rings
+        if record.facts["tokens"] == longest
+    ]
+    return replace(network, contention=max(0.0, statistics.median(losses))) if losses else network
+
+
+def check_rows(records: Sequence[Record], network: Network) -> list[str]:
+    """Measured and predicted milliseconds of every step that was run with and without communication, and the largest error."""
+    rows, worst = [], 0.0
+    for record in _compared(records):
+        measured, predicted = statistics.median(record.samples_ms or ()), _predicted(record, network)
+        error = predicted / measured - 1
+        worst = max(worst, abs(error))
+        what = f"{record.world_size} x {record.facts['tokens']} {record.mask} {record.kernel} {record.mechanism} {record.direction}"
+        rows.append(f"{what:<60} measured {measured:9.3f} ms, predicted {predicted:9.3f} ms, error {error:+.1%}")
+    return [*rows, f"largest error {worst:.1%} over {len(rows)} steps"]
+
+
+def _compared(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.samples_ms and f"exposed_{record.direction}_ms" in record.facts]
+
+
+def _compute_ms(record: Record) -> float:
+    """The step with communication off."""
+    return statistics.median(record.samples_ms or ()) - float(record.facts[f"exposed_{record.direction}_ms"])
+
+
+def _predicted(record: Record, network: Network) -> float:
+    facts = record.facts
+    sharing = Sharing(record.mechanism or "", record.world_size, Mesh.parse(facts["mesh"]), facts["layout"], facts["groups"])
+    return predict_ms(parse_case(record.case or ""), sharing, record.direction or "", _compute_ms(record), network)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the paper's table, or with --check how far the model is from what was measured."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pytest_longca.parallel.model", description="Predict the five mechanisms on 8 to 96 GPUs."
+    )
+    parser.add_argument("--records", type=Path, help="JSON Lines with simulated ranks, as the benchmark writes them")
+    parser.add_argument("--rate", type=float, help="TFLOP/s assumed where no simulated rank was measured (marked ~)")
+    parser.add_argument("--inside", default="0.02:280", help="latency in ms:GB/s inside a node (assumed unless fitted; default 0.02:280)")
+    parser.add_argument("--between", default="0.03:45", help="latency in ms:GB/s between nodes (an assumption; default 0.03:45)")
+    parser.add_argument("--contention", type=float, default=0.0, help="slow-down of computation under communication (default 0)")
+    parser.add_argument("--check", action="store_true", help="compare with the records' measured steps, links and contention fitted")
+    options = parser.parse_args(arguments)
+    inside, between = (Link(*map(float, text.split(":"))) for text in (options.inside, options.between))
+    lines = options.records.read_text().splitlines() if options.records else []
+    records, network = [Record.from_line(line) for line in lines], Network(inside, between, options.contention)
+    if options.check:
+        network = fitted(records, network)
+    print("\n".join(check_rows(records, network) if options.check else paper_rows(records, network, options.rate)))
+    print(
+        f"Predictions, not measurements. Inside a node: {network.inside}. Between nodes, assumed: {between}. Contention {network.contention:.3g}."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
