@@ -1,6 +1,6 @@
 """Times the block-sparse kernels against each other, sweeps vsa_triton's launch table, and times index building: run on a GPU, as a script.
 
-    PYTHONPATH=.:$SITE python tests/gpu/bench_sparse.py --minutes 9 [--do sweep,compare,index] [--kernels vsa,vsa_triton] [--sizes 64,128]
+    PYTHONPATH=.:$SITE python tests/gpu/bench_sparse.py --minutes 9 [--do sweep,compare,index] [--kernels vsa,vsa_triton] [--sizes 64,128,1]
 
 Every kernel and every candidate of the sweep is verified on 1024 tokens first, candidates by other processes, which fills the compilers'
 caches on the way. Figures are medians with a cold L2, TFLOP/s of the selected pairs, head_dim 128, bf16, density 0.5. What to keep comes
@@ -28,7 +28,7 @@ from pytest_longca.jobs import find_machine
 from pytest_longca.kernels import vsa_triton
 from pytest_longca.kernels.vsa_triton import CONFIGS, Config, Configs, VsaTriton
 from pytest_longca.machine import Machine
-from pytest_longca.masks.block import UniformBlock
+from pytest_longca.masks.block import UniformBlock, VariableBlock
 from pytest_longca.outcome import Passed
 from pytest_longca.timing import Effort, time_case
 
@@ -55,6 +55,17 @@ CANDIDATES: dict[int, dict[str, list[Config]]] = {
             Config(64, 64, 4, 2, False), Config(32, 64, 4, 3, False),
         ],
     },
+    1: {
+        "forward": [
+            *(Config(64, 64, 4, stages, False, own) for stages in (2, 3) for own in (True, False)),
+            Config(64, 32, 4, 3), Config(64, 128, 8, 2), Config(128, 64, 8, 2),
+        ],
+        "dq": [*(Config(64, 64, 4, stages) for stages in (2, 3)), Config(64, 32, 4, 3), Config(64, 128, 8, 2), Config(128, 64, 8, 2)],
+        "dkdv": [
+            *(Config(32, 64, 4, stages) for stages in (2, 3)), Config(64, 64, 4, 2), Config(64, 64, 8, 2),
+            Config(32, 128, 8, 2), Config(64, 128, 8, 2),
+        ],
+    },
     128: {
         "forward": [
             *(Config(128, 128, 8, stages, True, own) for stages in (2, 3) for own in (True, False)),
@@ -69,14 +80,18 @@ CANDIDATES: dict[int, dict[str, list[Config]]] = {
         ],
         "dkdv": [
             *(Config(64, 128, 8, stages, tma) for stages in (2, 3) for tma in (True, False)),
-            Config(32, 128, 8, 3, True), Config(32, 128, 4, 3, True), Config(64, 64, 4, 2, True), Config(32, 64, 4, 3, True),
+            Config(32, 128, 8, 3, True), Config(64, 64, 4, 2, True), Config(32, 64, 4, 3, True),
         ],
     },
 }  # fmt: skip
 
 
 def case_of(seqlen: int, heads_q: int, heads_kv: int, size: int, direction: Direction) -> Case:
-    mask = UniformBlock(seqlen, seqlen, size, BlockMap("topk", 0.5, heads_q, heads_q // heads_kv))
+    """Blocks of `size` tokens, or of 64 to 128 where size is 1; the heads of a group share a map."""
+    group = heads_q // heads_kv
+    mask: UniformBlock | VariableBlock = UniformBlock(seqlen, seqlen, max(size, 64), BlockMap("topk", 0.5, heads_q, group))
+    if size == 1:
+        mask = VariableBlock.default(seqlen, block_size=128, heads=heads_q, group=group)
     return Case(mask=mask, heads_q=heads_q, heads_kv=heads_kv, head_dim=128, dtype="bf16", direction=direction)
 
 
@@ -172,7 +187,7 @@ def compare(names: list[str], sizes: list[int], machine: Machine, deadline: floa
                     speed_or_reason(name, case_of(seqlen, heads_q, heads_kv, size, direction), machine, deadline)
                     for direction in (Direction.FWD, Direction.BWD)
                 ]
-                lines.append(f"{shape:10} block {size:3} {name:22} {speeds[0]:>14} {speeds[1]:>14}")
+                lines.append(f"{shape:10} {f'block {size}' if size > 1 else 'variable':9} {name:22} {speeds[0]:>14} {speeds[1]:>14}")
                 print(lines[-1], flush=True)
     return lines
 
@@ -183,8 +198,8 @@ def speed_or_reason(name: str, case: Case, machine: Machine, deadline: float) ->
         return "no time"
     if kernel.missing() or kernel.supports(case, machine):
         return "not installed" if kernel.missing() else "unsupported"
-    assert isinstance(case.mask, UniformBlock)
-    small = case_of(CHECK_SEQLEN, CHECK_HEADS, CHECK_HEADS // case.group, case.mask.block_size, case.direction)
+    size = case.mask.block_size if isinstance(case.mask, UniformBlock) else 1
+    small = case_of(CHECK_SEQLEN, CHECK_HEADS, CHECK_HEADS // case.group, size, case.direction)
     try:
         outcome = verify(kernel, small, machine, ("truth",)).outcome
         if not isinstance(outcome, Passed):
@@ -232,7 +247,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--do", default="sweep,index,compare")
     parser.add_argument("--kernels", default=",".join(KERNELS))
-    parser.add_argument("--sizes", default="64,128")
+    parser.add_argument("--sizes", default="64,128,1")
     parser.add_argument("--check", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = [int(size) for size in options.sizes.split(",")]
