@@ -4,12 +4,25 @@ Both take score operands (`native`) and product operands (`parts`): a tensor is 
 the sum of the products of their parts. Only matrix products and elementwise steps; no attention kernel.
 """
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 Parts = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """P or dS of a tile as operands: in parts, and `size` and `square` of it as far as limits need them."""
+
+    value: Tensor
+    parts: Parts
+    size: Tensor
+    square: Tensor
 
 
 class Arithmetic(Protocol):
@@ -27,13 +40,25 @@ class Arithmetic(Protocol):
         """A tensor as an operand of `product`."""
 
     def rough(self, x: Tensor) -> Tensor:
-        """A non-negative tensor in what is good enough for limits (three digits)."""
+        """A tensor in what is good enough for limits (three digits)."""
 
     def product(self, a: Parts, b: Parts) -> Tensor:
         """The product of two tensors given in parts, in `work`."""
 
     def bound(self, a: Tensor, b: Tensor) -> Tensor:
         """The product of two rough tensors, in `work`."""
+
+    def exponentials(self, scores: Tensor, highest: Tensor, scale: float, factor: Tensor | None = None) -> Weights:
+        """exp(scale * (scores - highest)) * factor."""
+
+    def gradients(self, p: Tensor, dp: Tensor, delta: Tensor) -> Weights:
+        """p * (dp - delta)."""
+
+
+def exponentials(scores: Tensor, highest: Tensor, scale: float, factor: Tensor | None) -> Tensor:
+    """exp(scale * (scores - highest)) * factor, and not exp(scale * scores - lse): large products and lse would be rounded too coarsely."""
+    p = torch.exp((scores - highest) * scale)
+    return p if factor is None else p * factor
 
 
 class Exact:
@@ -59,14 +84,28 @@ class Exact:
     def bound(self, a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
+    def exponentials(self, scores: Tensor, highest: Tensor, scale: float, factor: Tensor | None = None) -> Weights:
+        p = exponentials(scores, highest, scale, factor)
+        return Weights(p, (p,), p, p.square())
+
+    def gradients(self, p: Tensor, dp: Tensor, delta: Tensor) -> Weights:
+        ds = p * (dp - delta)
+        return Weights(ds, (ds,), ds.abs(), ds.square())
+
 
 class Split:
     """bf16 and fp16 inputs multiplied as they are with fp32 accumulation; what is computed is split into a high and a low bf16 half.
 
     Two halves carry 16 bits. An fp16 operand (11 bits) is split too, so that its range does not bound P and dS.
+    `compiled` fuses the elementwise steps between two products (they are most of the time), at the price of compiling them.
     """
 
     work = torch.float32
+
+    def __init__(self, compiled: bool = False) -> None:
+        self._exponentials: Callable[..., tuple[Tensor, ...]]
+        self._gradients: Callable[..., tuple[Tensor, ...]]
+        self._exponentials, self._gradients = _compiled() if compiled else (_split_exponentials, _split_gradients)
 
     def native(self, x: Tensor) -> Tensor:
         return x
@@ -90,14 +129,41 @@ class Split:
     def bound(self, a: Tensor, b: Tensor) -> Tensor:
         return _bmm(a, b)
 
+    def exponentials(self, scores: Tensor, highest: Tensor, scale: float, factor: Tensor | None = None) -> Weights:
+        p, high, low, square = self._exponentials(scores, highest, scale, factor)
+        return Weights(p, (high, low), high, square)
+
+    def gradients(self, p: Tensor, dp: Tensor, delta: Tensor) -> Weights:
+        ds, high, low, size, square = self._gradients(p, dp, delta)
+        return Weights(ds, (high, low), size, square)
+
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 as the sum of two bf16 tensors, to 2^-17.
+    """fp32 as the sum of two bf16 tensors, to 2^-17."""
+    if torch.compiler.is_compiling():
+        # Rounded through the integer view: x - x.to(bf16).float() would be folded to zero.
+        rounded = ((x.view(torch.int32) + 32768) & -65536).view(torch.float32)
+        return rounded.to(torch.bfloat16), (x - rounded).to(torch.bfloat16)
+    high = x.to(torch.bfloat16)
+    return high, (x - high).to(torch.bfloat16)
 
-    The high half is rounded through the integer view: `x - x.to(bf16).float()` is the same, but torch.compile folds it to zero.
-    """
-    high = ((x.view(torch.int32) + 32768) & -65536).view(torch.float32)
-    return high.to(torch.bfloat16), (x - high).to(torch.bfloat16)
+
+def _split_exponentials(scores: Tensor, highest: Tensor, scale: float, factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    p = exponentials(scores, highest, scale, factor)
+    high, low = halves(p)
+    return p, high, low, high.square()
+
+
+def _split_gradients(p: Tensor, dp: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ds = p * (dp - delta)
+    high, low = halves(ds)
+    return ds, high, low, high.abs(), high.square()
+
+
+@functools.cache
+def _compiled() -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]:
+    """The two elementwise steps, compiled once for all shapes."""
+    return torch.compile(_split_exponentials, dynamic=True), torch.compile(_split_gradients, dynamic=True)
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from pytest_longca.arithmetic import Weights
 from pytest_longca.forward import TINY, Forward, flushed, widened
 from pytest_longca.limits import Bound, Terms, bound_of
 from pytest_longca.operands import Operands
@@ -40,49 +41,48 @@ class Backward:
         for piece in tile.pieces:
             p = self.forward.weights(tile, self.ops.scores(tile, piece) if scores is None else scores)
             self._add_weights(piece, rows, p)
-            self._add_scores(piece, rows, p)
+            self._add_scores(piece, rows, p.value)
 
-    def _add_weights(self, piece: Piece, rows: "_Rows", p: Tensor) -> None:
+    def _add_weights(self, piece: Piece, rows: "_Rows", weights: Weights) -> None:
         """What P gives: dv, the bound of dv, and what an error in D costs dk."""
         ops, ar = self.ops, self.ops.arithmetic
-        parts = ar.parts(p)
-        ops.add_keys(self.dv, piece, ar.product(_transposed(parts), rows.do_parts))
-        rough = self._as_rounded(p, parts[0])
-        absolute = ar.bound(rough.mT, rows.weighted)
+        ops.add_keys(self.dv, piece, ar.product(_transposed(weights.parts), rows.do_parts))
+        size, square = self._as_rounded(weights)
+        absolute = ar.bound(size.mT, rows.weighted)
         dv, dk = absolute.split([ops.case.head_dim_v, ops.case.head_dim], -1)
         ops.add_keys(self.dv_absolute, piece, dv)
         ops.add_keys(self.dk_absolute, piece, dk)
-        squares = ar.bound(rough.square().mT, rows.squares)
-        plain = ar.bound(parts[0].mT, rows.evenness)
-        ops.add_keys(self.squares, piece, torch.cat([squares, plain], -1))
+        plain = ar.bound(weights.size.mT, rows.evenness)
+        ops.add_keys(self.squares, piece, torch.cat([ar.bound(square.mT, rows.squares), plain], -1))
         if ops.rounding.flush:
-            lost = ar.rough(flushed(p, ops.rounding.flush))
+            lost = ar.rough(flushed(weights.value, ops.rounding.flush))
             ops.add_keys(self.flushed["dv"], piece, ar.bound(lost.mT, rows.do_absolute))
 
     def _add_scores(self, piece: Piece, rows: "_Rows", p: Tensor) -> None:
         """What dS gives: dq and dk and their bounds."""
         ops, ar = self.ops, self.ops.arithmetic
         k, v = ops.keys(ops.k, piece), ops.keys(ops.v, piece)
-        ds = p * (ar.scores(rows.do, v.mT) - rows.delta)
-        parts = ar.parts(ds)
-        self._to_rows(self.dq, rows, ar.product(parts, ar.parts(k)))
-        ops.add_keys(self.dk, piece, ar.product(_transposed(parts), rows.q_parts))
-        rough = self._as_rounded(ds, parts[0]).abs()
+        ds = ar.gradients(p, ar.scores(rows.do, v.mT), rows.delta)
+        self._to_rows(self.dq, rows, ar.product(ds.parts, ar.parts(k)))
+        ops.add_keys(self.dk, piece, ar.product(_transposed(ds.parts), rows.q_parts))
+        size, square = self._as_rounded(ds)
         key_absolute = ar.rough(k.abs())
-        self._to_rows(self.dq_absolute, rows, ar.bound(rough, key_absolute))
-        ops.add_keys(self.dk_absolute, piece, ar.bound(rough.mT, rows.q_absolute))
-        squared = rough.square()
-        self._to_rows(self.dq_squares, rows, ar.bound(squared, ar.rough(ops.keys(ops.k_norm2, piece))[..., None])[..., 0])
-        ops.add_keys(self.dk_squares, piece, ar.bound(squared.mT, rows.q_squares))
+        self._to_rows(self.dq_absolute, rows, ar.bound(size, key_absolute))
+        ops.add_keys(self.dk_absolute, piece, ar.bound(size.mT, rows.q_absolute))
+        self._to_rows(self.dq_squares, rows, ar.bound(square, ar.rough(ops.keys(ops.k_norm2, piece))[..., None])[..., 0])
+        ops.add_keys(self.dk_squares, piece, ar.bound(square.mT, rows.q_squares))
         if ops.rounding.flush:
-            lost = ar.rough(flushed(ds.abs(), ops.rounding.flush))
+            lost = ar.rough(flushed(ds.value.abs(), ops.rounding.flush))
             self._to_rows(self.flushed["dq"], rows, ar.bound(lost, key_absolute))
             ops.add_keys(self.flushed["dk"], piece, ar.bound(lost.mT, rows.q_absolute))
 
-    def _as_rounded(self, x: Tensor, high: Tensor) -> Tensor:
-        """P or dS (its size, where it underflows) as the weight of its rounding errors; `high` is its first part."""
+    def _as_rounded(self, weights: Weights) -> tuple[Tensor, Tensor]:
+        """Size and square of P or dS as their rounding errors are: larger than they, where the dtype underflows."""
         flush = self.ops.rounding.flush
-        return self.ops.arithmetic.rough(widened(x.abs(), flush)) if flush else high
+        if not flush:
+            return weights.size, weights.square
+        size = self.ops.arithmetic.rough(widened(weights.value.abs(), flush))
+        return size, size.square()
 
     def _to_rows(self, total: Tensor, rows: "_Rows", of_tile: Tensor) -> None:
         total[:, :, rows.rows] += self.ops.grouped(of_tile, rows.rows)

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from pytest_longca.arithmetic import Weights
 from pytest_longca.limits import Bound, Terms, bound_of
 from pytest_longca.operands import Operands
 from pytest_longca.sweep import Piece, RowTile
@@ -59,18 +60,17 @@ class Forward:
         ulp = 4 * self.ops.rounding.unit
         self.evenness[:, :, rows] = self.ops.grouped(torch.exp(-2 * (math.pi * shortfall / ulp).square()), rows)
 
-    def weights(self, tile: RowTile, scores: Tensor) -> Tensor:
+    def weights(self, tile: RowTile, scores: Tensor) -> Weights:
         """P of a tile whose row sums are known: `[stacks, group * rows, keys]`."""
         highest, total = (self.ops.flat(x, tile.rows)[..., None] for x in (self.highest, self.total))
-        # Not exp(scale * scores - lse): a large product or lse would be rounded too coarsely.
-        return (scores - highest).mul_(self.ops.scale).exp_().mul_(total.clamp_min(TINY).reciprocal())
+        return self.ops.arithmetic.exponentials(scores, highest, self.ops.scale, total.clamp_min(TINY).reciprocal())
 
     def _add_underflow(self, tile: RowTile, scores: Tensor | None) -> None:
         """What out loses where P falls below the dtype's normal range, or out of it: only now is P known, and not just up to a factor."""
         ops, ar, rows = self.ops, self.ops.arithmetic, tile.rows
         assert self.flushed is not None and ops.rounding.flush
         for piece in tile.pieces:
-            p = self.weights(tile, ops.scores(tile, piece) if scores is None else scores)
+            p = self.weights(tile, ops.scores(tile, piece) if scores is None else scores).value
             v, norm2 = ar.rough(ops.keys(ops.v, piece).abs()), ar.rough(ops.keys(ops.v_norm2, piece)[..., None])
             as_rounded = widened(p, ops.rounding.flush)
             self.flushed[:, :, rows] += ops.grouped(ar.bound(ar.rough(flushed(p, ops.rounding.flush)), v), rows)
@@ -124,19 +124,17 @@ class _Running:
             return
         highest = torch.maximum(self.highest, scores.amax(-1, keepdim=True))
         shift = _finite(highest)
-        p = (scores - shift).mul_(ops.scale).exp_()
+        weights = ar.exponentials(scores, shift, ops.scale)
         before = ((self.highest - shift) * ops.scale).exp()
         self.highest = highest
-        self.total = self.total * before + p.sum(-1, keepdim=True)
+        self.total = self.total * before + weights.value.sum(-1, keepdim=True)
         k, v = ops.keys(ops.k, piece), ops.keys(ops.v, piece)
-        parts = ar.parts(p)
-        self.first = self.first * before + ar.product(parts, ar.parts(v))
-        rough = parts[0]
+        self.first = self.first * before + ar.product(weights.parts, ar.parts(v))
         sides = torch.cat([ar.rough(v.abs()), ar.rough(k)], -1)
-        absolute, keys = ar.bound(rough, sides).split([v.shape[-1], k.shape[-1]], -1)
+        absolute, keys = ar.bound(weights.size, sides).split([v.shape[-1], k.shape[-1]], -1)
         self.absolute, self.keys = self.absolute * before + absolute, self.keys * before + keys
-        norms = torch.stack([ops.keys(ops.v_norm2, piece), ops.keys(ops.k_norm2, piece), torch.ones_like(p[:, 0])], -1)
-        self.squares = self.squares * before.square() + ar.bound(rough.square(), ar.rough(norms))
+        norms = torch.stack([ops.keys(ops.v_norm2, piece), ops.keys(ops.k_norm2, piece), torch.ones_like(scores[:, 0])], -1)
+        self.squares = self.squares * before.square() + ar.bound(weights.square, ar.rough(norms))
 
 
 def _finite(highest: Tensor) -> Tensor:

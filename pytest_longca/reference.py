@@ -22,6 +22,9 @@ from pytest_longca.sweep import SMALL_CELLS
 MAX_SPLIT_LOGIT = 1e-5 * 2**24
 """Where scores may be larger than this, their rounding to fp32 alone may cost more than 1e-5 of a probability: fp64 it is."""
 
+COMPILED_AREA = 2**36
+"""From so many visible pairs on (64K tokens of 64 causal heads) fusing the elementwise steps is worth compiling them."""
+
 CACHED_BYTES = 24 * 2**30
 """What references that are kept may take together; the newest is kept whatever its size."""
 
@@ -91,7 +94,9 @@ def compute(case: Case, inputs: Inputs, arithmetic: Arithmetic | None = None) ->
 def choose_arithmetic(case: Case, inputs: Inputs) -> Arithmetic:
     """Halves on the matrix units for long bf16 and fp16 cases on a GPU, fp64 for everything else."""
     is_small = case.batch * case.heads_q * case.seqlen_q * case.seqlen_kv <= SMALL_CELLS
-    return Split() if inputs.q.is_cuda and not is_small and halves_suffice(case, inputs) else Exact()
+    if is_small or not inputs.q.is_cuda or not halves_suffice(case, inputs):
+        return Exact()
+    return Split(compiled=case.area >= COMPILED_AREA)
 
 
 def halves_suffice(case: Case, inputs: Inputs) -> bool:
@@ -105,19 +110,38 @@ def _largest_norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).max())
 
 
-_cache: "OrderedDict[tuple[Case, str], Reference]" = OrderedDict()
+class _Cache:
+    """References by case and device, the newest last, with a running total of their bytes (a sum over thousands of them would cost more
+    than a small reference)."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[Case, str], Reference] = OrderedDict()
+        self._bytes = 0
+
+    def pop(self, key: tuple[Case, str]) -> Reference | None:
+        reference = self._kept.pop(key, None)
+        self._bytes -= reference.num_bytes if reference else 0
+        return reference
+
+    def put(self, key: tuple[Case, str], reference: Reference) -> None:
+        self._kept[key] = reference
+        self._bytes += reference.num_bytes
+        while self._bytes > CACHED_BYTES and len(self._kept) > 1:
+            self._bytes -= self._kept.popitem(last=False)[1].num_bytes
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._bytes = 0
+
+
+_cache = _Cache()
 
 
 def cached_reference(case: Case, inputs: Inputs, device: torch.device | str = "cpu") -> Reference:
     """The reference of a case on its own inputs (those of its seed), computed once for all kernels; old ones are freed."""
     key = (case, str(device))
-    reference = _cache.pop(key, None)
-    if reference is None:
-        reference = compute(case, inputs)
-    _cache[key] = reference
-    held = sum(kept.num_bytes for kept in _cache.values())
-    while held > CACHED_BYTES and len(_cache) > 1:
-        held -= _cache.popitem(last=False)[1].num_bytes
+    reference = _cache.pop(key) or compute(case, inputs)
+    _cache.put(key, reference)
     return reference
 
 
