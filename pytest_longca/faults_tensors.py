@@ -236,6 +236,23 @@ def _low_precision_softmax(inner: Kernel, case: Case, inputs: Inputs) -> Call:
     return AutogradCall(attend, inputs, case.direction.needs_backward)
 
 
+def _padding_overflows(inner: Kernel, case: Case, inputs: Inputs) -> Call:
+    """The backward scores padded keys 0 instead of -inf: exp(0 - lse) overflows fp32 where lse is low, and infinity times a zero key is NaN."""
+    call = inner.bind(case, inputs)
+    kept: list[Tensor] = []
+
+    def after_forward(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        kept[:] = [] if lse is None else [lse.detach().float()]
+        return out, lse
+
+    def after_backward(dq: Tensor, dk: Tensor, dv: Tensor) -> Grads:
+        if kept and case.seqlen_kv % TILE:
+            dq = dq + (0 * kept[0].masked_fill(kept[0].isinf(), 0.0).neg().exp()).transpose(1, 2)[..., None].to(dq.dtype)
+        return dq, dk, dv
+
+    return Hooked(call, after_forward=after_forward, after_backward=after_backward)
+
+
 def _one_key_gains(case: Case, dk: Tensor) -> Tensor:
     dk[:, dk.shape[1] // 2] *= 1.01
     return dk
@@ -314,6 +331,7 @@ ROWS: list[tuple[str, str, str, str, Bind | Fresh]] = [
     ("lse", "lse_rounded", "full", "lse is rounded to bf16", _lse(lambda case, inputs, lse: lse.bfloat16().float())),
     ("softmax", "low_precision_softmax", "full", "scores and probabilities are held in half precision", _low_precision_softmax),
     ("softmax", "no_maximum", "full", "exp without subtracting the row's maximum", inside(scores=_overflowing)),
+    ("softmax", "padding_overflows", "causal", "the backward scores padded keys 0: NaN in dq where lse is below -88.7", _padding_overflows),
     ("gradient", "delta_dropped", "full", "the backward lacks the row-sum term", inside(delta=_delta_dropped)),
     ("gradient", "delta_halved", "causal", "the row-sum term is halved", inside(delta=_delta_halved)),
     ("gradient", "dk_one_key_one_percent", "full", "dk of one key is 1 % too large", wrong_grad("dk", _one_key_gains)),

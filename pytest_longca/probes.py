@@ -20,8 +20,8 @@ from pytest_longca.subject import TENSORS, Finding, Subject
 LN_2 = log(2)
 EXHAUSTIVE_SCORES = 2**20
 """Scores (copies * heads_q * seqlen_q * seqlen_kv) up to which one call of P2 asks about every row of every head."""
-SAMPLED_SCORES = 2**17
-"""Scores of one call of P2 where that is too much: half a MiB in fp32, some milliseconds on a CPU core."""
+SAMPLED_SCORES = 2**16
+"""Scores of one call of P2 where that is too much: a quarter of a MiB in fp32, some milliseconds on a CPU core."""
 FEWEST_ROWS = 4
 
 

@@ -1,6 +1,7 @@
 """Every fault model is caught by the default checks, in seconds, with a message that names what is wrong."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +76,7 @@ EXPECTED = {
     "lse_rounded": ("", "lse"),
     "low_precision_softmax": ("support", "its own dq is wrong"),
     "no_maximum": ("count", "lse: is 0"),
+    "padding_overflows": ("", "dq"),
     "delta_dropped": ("support", "dq"),
     "delta_halved": ("support", "dq"),
     "dk_one_key_one_percent": ("support", "dk of key 6 of key/value head 0 is wrong"),
@@ -125,3 +127,8 @@ def test_a_fault_that_nothing_shows_is_reported_as_missed() -> None:
     catch = hunt(harmless, CPU, examples=1)
     assert catch.check is None
     assert str(catch) == f"none: MISSED by {catch.num_cases} cases (does nothing)"
+
+
+def test_the_page_about_checks_lists_every_fault() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checks.md").read_text("utf-8")
+    assert [name for name in FAULTS if f"| `{name}` | {FAULTS[name].description} | {FAULTS[name].mask} |" not in page] == []
