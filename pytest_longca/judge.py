@@ -1,7 +1,7 @@
 """Judge: a kernel's tensors against the reference, row by row, and what is wrong in words."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,8 +66,11 @@ class Verdict:
         return asdict(self)
 
 
-def judge(case: Case, inputs: Inputs, reference: Reference, result: Result) -> list[Verdict]:
-    """One verdict for each tensor that the kernel gave and the reference has."""
+def judge(case: Case, inputs: Inputs, reference: Reference, result: Result, numbering: Tensor | None = None) -> list[Verdict]:
+    """One verdict for each tensor that the kernel gave and the reference has.
+
+    `numbering` are the numbers of the rows in the whole case, where this case is a sample of it.
+    """
     verdicts: list[Verdict] = []
     evidence: dict[str, Evidence] = {}
     for name in ("out", "lse", "dq", "dk", "dv"):
@@ -75,6 +78,8 @@ def judge(case: Case, inputs: Inputs, reference: Reference, result: Result) -> l
         if value is None or truth is None:
             continue
         verdict, found = _judge_tensor(case, name, value, truth, reference)
+        if numbering is not None:
+            verdict, found = _renumbered(verdict, numbering), None
         verdicts.append(verdict)
         if found:
             evidence[name] = found
@@ -89,6 +94,18 @@ def _with_causes(verdict: Verdict, evidence: dict[str, Evidence], verdicts: list
     texts = [*causes(evidence[verdict.tensor]), *causes_across(verdict.tensor, ok)]
     message = "; ".join([verdict.message, *texts])
     return Verdict(verdict.tensor, verdict.error_over_limit, False, message, verdict.place, verdict.stats)
+
+
+def _renumbered(verdict: Verdict, numbering: Tensor) -> Verdict:
+    """A verdict on sampled rows, in the numbers of the whole; which signatures there are cannot be told from samples."""
+    if verdict.ok or verdict.place is None:
+        return verdict
+    place = verdict.place
+    row, first, last = (int(numbering[at]) for at in (place.row, *place.rows))
+    moved = replace(place, row=row, rows=(first, last), tiles_128=(row // TILE_ROWS,))
+    extent = f"{place.num_rows} sampled rows are beyond their limits, in rows {first} to {last}"
+    message = f"{moved}: error over limit {verdict.error_over_limit:.3g}; {extent}"
+    return replace(verdict, place=moved, message=message)
 
 
 def _judge_tensor(case: Case, name: str, value: Tensor, truth: Tensor, reference: Reference) -> tuple[Verdict, Evidence | None]:
