@@ -100,7 +100,7 @@ class CudnnSparse(Kernel):
 
 def cudnn_block_sparse(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of BSHD operands; out is differentiable."""
-    out, lse = CudnnBlockSparse.apply(q, k, v, plan)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    out, lse = CudnnBlockSparse.apply(q, k, v, plan)
     return out, lse
 
 

@@ -51,7 +51,7 @@ class Vsa(Kernel):
         if machine.capability != (9, 0):
             return "has ThunderKittens kernels for compute capability 9.0 only"
         if blocks.has_empty_rows(case.mask):
-            return "takes no query block that selects no key block: upstream leaves it undefined"
+            return "takes no query block that selects no key block: fastvideo-kernel (0.3.2) leaves its result undefined"
         return refused_scale(case)
 
     def bind(self, case: Case, inputs: Inputs) -> BackendCall:

@@ -17,7 +17,7 @@ LOG2E = 1.4426950408889634
 
 def block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, plan: "Plan", scale: float) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of BSHD operands under a plan's block map; out is differentiable."""
-    out, lse = BlockSparseAttention.apply(q, k, v, plan, scale)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    out, lse = BlockSparseAttention.apply(q, k, v, plan, scale)
     return out, lse
 
 
