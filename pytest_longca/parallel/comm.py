@@ -123,12 +123,14 @@ class Communicator(Protocol):
 class Ring:
     """Blocks move from neighbour to neighbour; a gradient follows its block one hop behind and makes the last hop home.
 
-    `stride` is the distance between neighbours in ring ranks, `lengths` the tokens of each ring rank.
+    `stride` is the distance between neighbours in ring ranks, `lengths` the tokens of each ring rank. `is_last`: nothing is added to what
+    comes home, so that it makes its last hop in the block's own dtype.
     """
 
     channel: Channel
     stride: int
     lengths: Sequence[int]
+    is_last: bool = True
 
     def blocks(self, block: Block) -> Iterator[Block]:
         for hop in range(self.channel.size):
@@ -139,11 +141,13 @@ class Ring:
 
     def adjoint(self, block: Block, body: Body) -> Tensor:
         travelling: Callable[[], Block] | None = None
-        for visitor in self.blocks(block):
+        for hop, visitor in enumerate(self.blocks(block)):
             grad = body(visitor)  # before the wait: the gradient of the hop before is still in flight
             grad = _added(travelling().data if travelling else None, grad, visitor.data)
             if self.channel.size == 1:
                 return grad
+            if self.is_last and hop + 1 == self.channel.size:
+                grad = grad.to(block.data.dtype)
             travelling = self._shift(Block(grad, visitor.sources))
         assert travelling is not None
         return travelling().data
@@ -177,7 +181,7 @@ class Gather:
             return
         sources, lengths = self._members(block)
         gathered = self.channel.gather(block.data, lengths)()
-        yield Block(gathered[self.order(sources)[0]], sources)
+        yield Block(gathered.index_select(0, self.order(sources)[0]), sources)
 
     def adjoint(self, block: Block, body: Body) -> Tensor:
         (whole,) = self.blocks(block)
@@ -185,7 +189,7 @@ class Gather:
         if self.channel.size == 1:
             return grad
         sources, lengths = self._members(block)
-        return self.channel.reduce_scatter(grad[self.order(sources)[1]], lengths)
+        return self.channel.reduce_scatter(grad.index_select(0, self.order(sources)[1]), lengths)
 
     def _members(self, block: Block) -> tuple[tuple[int, ...], list[int]]:
         (source,) = block.sources

@@ -81,24 +81,36 @@ def _of(pair: tuple[Tensor, Tensor], rows: slice) -> tuple[Tensor, Tensor]:
 
 @dataclass(slots=True, eq=False)
 class GradSum:
-    """The summed gradient of one rank's rows: the first whole partial is kept as it came, from the second on the sum is fp32."""
+    """The summed gradient of one rank's rows. The first partial is kept as it came; only the last addition rounds to the final dtype."""
 
     like: Tensor
     _sum: Tensor | None = None
+    _pending: tuple[slice, Tensor] | None = None
 
     def add(self, rows: slice, grad: Tensor) -> None:
         """Add a partial gradient `[n, heads, dim]` of some rows; it becomes this object's to overwrite."""
-        if self._sum is None and len(grad) == len(self.like):
-            self._sum = grad
-            return
-        dtype = accumulation_dtype(self.like.dtype)
-        if self._sum is None:
-            self._sum = torch.zeros_like(self.like, dtype=dtype, memory_format=torch.contiguous_format)
-        self._sum = self._sum.to(dtype)
-        self._sum[rows] += grad
+        self._fold(accumulation_dtype(self.like.dtype))
+        self._pending = rows, grad
 
     def result(self, dtype: torch.dtype) -> Tensor:
         """The sum of all rows, zero where nothing was added."""
-        if self._sum is None:
-            return torch.zeros_like(self.like, dtype=dtype, memory_format=torch.contiguous_format)
-        return self._sum.to(dtype)
+        self._fold(dtype)
+        return self.like.new_zeros(self.like.shape, dtype=dtype) if self._sum is None else self._sum.to(dtype)
+
+    def _fold(self, dtype: torch.dtype) -> None:
+        if self._pending is None:
+            return
+        rows, grad = self._pending
+        self._pending = None
+        is_whole, wide = len(grad) == len(self.like), accumulation_dtype(self.like.dtype)
+        if self._sum is None and is_whole:
+            self._sum = grad
+        elif self._sum is None:
+            self._sum = self.like.new_zeros(self.like.shape, dtype=dtype)
+            self._sum[rows] = grad
+        elif is_whole and self._sum.dtype is wide and dtype is not wide:
+            self._sum = torch.add(self._sum, grad, out=torch.empty_like(self._sum, dtype=dtype))
+        else:
+            # Two narrow partials that are also the last ones: an addition in place rounds their exact sum once.
+            self._sum = self._sum.to(torch.promote_types(self._sum.dtype, dtype))
+            self._sum[rows] += grad

@@ -130,25 +130,30 @@ def paper_rows(records: Sequence[Record], network: Network, rate: float | None =
     rows = [f"{'mask, pass, mechanism; predicted TFLOP/s at':<54}{worlds}   published by MagiAttention, H100, 8 16 32 64"]
     for mask in PAPER_MASKS:
         cases = {world: paper_case(mask, world) for world in WORLDS}
+        areas = {world: case.area for world, case in cases.items()}
         for direction in ("fwd", "bwd"):
+            factor = cases[WORLDS[0]].flop(Direction(direction)) // areas[WORLDS[0]]
+            flops = {world: areas[world] * factor / world for world in WORLDS}
             for mechanism in MECHANISMS:
-                cells = [_cell(cases[world], Sharing(mechanism, world), mask, direction, measured, network, rate) for world in WORLDS]
+                computed = {world: measured.get((mechanism, mask, world, PAPER_TOKENS, direction)) for world in WORLDS}
+                cells = [
+                    _cell(cases[world], Sharing(mechanism, world), direction, flops[world], computed[world], network, rate)
+                    for world in WORLDS
+                ]
                 theirs = " ".join(map(str, PUBLISHED.get((mask, direction, mechanism), ())))
                 rows.append(f"{mask + ' ' + direction + ' ' + mechanism:<54}" + " ".join(f"{cell:>7}" for cell in cells) + f"   {theirs}")
     return rows
 
 
-def _cell(case: Case, sharing: Sharing, mask: str, direction: str, measured: Computed, network: Network, rate: float | None) -> str:
-    flop = case.flop(Direction(direction)) / sharing.world
-    compute_ms = measured.get((sharing.mechanism, mask, sharing.world, PAPER_TOKENS, direction))
-    mark = "" if compute_ms else "~"
+def _cell(case: Case, sharing: Sharing, direction: str, flop: float, compute_ms: float | None, network: Network, rate: float | None) -> str:
+    """Predicted TFLOP/s of a rank that computes `flop`; marked ~ if its compute time is assumed, - if nothing is known of it."""
     if compute_ms is None and rate is None:
         return "-"
     try:
         predicted = predict_ms(case, sharing, direction, compute_ms or flop / (rate or 1) / 1e9, network)
     except InvalidArgument:  # more ranks than heads
         return "n/a"
-    return f"{mark}{flop / predicted / 1e9:.0f}"
+    return f"{'' if compute_ms else '~'}{flop / predicted / 1e9:.0f}"
 
 
 def fitted(records: Sequence[Record], assumed: Network) -> Network:
@@ -215,9 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check:
         network = fitted(records, network)
     print("\n".join(check_rows(records, network) if options.check else paper_rows(records, network, options.rate)))
-    print(
-        f"Predictions, not measurements. Inside a node: {network.inside}. Between nodes, assumed: {between}. Contention {network.contention:.3g}."
-    )
+    print(f"Predictions, not measurements. Inside a node: {network.inside}.")
+    print(f"Between nodes, assumed: {network.between}. Contention {network.contention:.3g}.")
     return 0
 
 

@@ -66,6 +66,20 @@ def test_bf16_partials_are_summed_in_fp32(whole: bool) -> None:
     assert total.result(torch.float32)[-1].item() == 257.0  # bf16 alone would stop at 256
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("whole", [True, False])
+def test_gradient_is_rounded_to_bf16_once(count: int, whole: bool) -> None:
+    generator = torch.Generator().manual_seed(count)
+    rows = slice(0, 6) if whole else slice(2, 6)
+    parts = [torch.randn(rows.stop - rows.start, 2, 3, generator=generator).bfloat16() for _ in range(count)]
+    total = GradSum(torch.zeros(6, 2, 3, dtype=torch.bfloat16))
+    for part in parts:
+        total.add(rows, part.clone())
+    exact = torch.stack(parts).double().sum(0)
+    found = total.result(torch.bfloat16)
+    assert found.dtype is torch.bfloat16 and torch.equal(found[rows], exact.float().bfloat16()) and not found[: rows.start].any()
+
+
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the mechanisms' own tests run this kernel compiled")
 @pytest.mark.parametrize(("rows", "dim"), [(1, 8), (17, 8), (33, 6)])
 def test_triton_merge_equals_the_plain_one(rows: int, dim: int) -> None:

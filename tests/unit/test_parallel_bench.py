@@ -1,0 +1,147 @@
+"""The benchmark's command on the CPU: its table, its records, its refusals; the model's arithmetic."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_longca.case import Case
+from pytest_longca.catalogue import MASKS, load
+from pytest_longca.parallel.bench import main
+from pytest_longca.parallel.links import Link, fit
+from pytest_longca.parallel.mechanisms import MECHANISMS, Heads, Mesh
+from pytest_longca.parallel.model import Network, check_rows, fitted, paper_rows, predict_ms
+from pytest_longca.parallel.setup import Sharing
+from pytest_longca.report.record import Record
+
+SMALL = ("--kernels=naive", "--tokens=32", "--heads=16:2", "--head-dim=8", "--dtype=fp32", "--samples=3", "--budget=0.05", "--warmup=1")
+
+
+def records(path: Path) -> list[Record]:
+    return [Record.from_line(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def _not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_simulated_world_measures_every_mechanism_and_layout(tmp_path: Path) -> None:
+    output, path = io.StringIO(), tmp_path / "cp.jsonl"
+    assert main([*SMALL, "--masks=causal_document", "--simulate-world=8", f"--json={path}"], output) == 0
+    table = output.getvalue()
+    assert all(f"{name} zigzag" in table and f"{name} balanced" in table for name in MECHANISMS if name != "ulysses")
+    found = records(path)
+    assert {record.outcome["kind"] for record in found} == {"passed"}
+    shared = [record for record in found if record.mechanism in MECHANISMS]
+    assert len(shared) == 2 * (1 + 4 * 2)
+    assert all(record.facts["communication"] == "off" and record.world_size == 8 and record.comm_bytes for record in shared)
+    assert json.loads(path.read_text().splitlines()[0])["schema"] == 1
+
+
+def test_mechanism_that_cannot_share_the_heads_says_why_and_the_others_run(tmp_path: Path) -> None:
+    output = io.StringIO()
+    assert main([*SMALL, "--heads=4:2", "--masks=full", "--mechanisms=ulysses,ring_p2p", "--simulate-world=8"], output) == 0
+    ulysses, ring = (next(line for line in output.getvalue().splitlines() if name in line) for name in ("ulysses", "ring_p2p"))
+    assert "unsupported: mesh 1x1x8: 8 ranks on the heads axis and 4 query heads" in ulysses
+    assert "(" in ring and "unsupported" not in ring
+
+
+def test_time_that_is_spent_leaves_cells_not_verified() -> None:
+    output = io.StringIO()
+    assert main([*SMALL, "--masks=full", "--simulate-world=2", "--minutes=0"], output) == 0
+    assert output.getvalue().count("not verified: the time of --minutes was spent") == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--simulate-world=6", "--mesh=2x2x2"), "mesh 2x2x2 has 8 ranks and the world 6"),
+        (("--mechanisms=usb",), "did you mean 'usp'"),
+        (("--masks=casual",), "did you mean 'causal'"),
+        (("--heads=64",), "as in 64:8"),
+        (("--simulate-world=64", "--tokens=0"), "0 tokens and 64 ranks"),
+    ],
+)
+def test_bad_command_line_is_refused_with_what_to_do(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_torchrun_runs_correctness_first_then_times_and_the_model_reads_the_records(tmp_path: Path) -> None:
+    path = tmp_path / "cp.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--rdzv-endpoint=localhost:{_free_port()}"]
+    command += [
+        "--rdzv-backend=c10d",
+        "-m",
+        "pytest_longca.parallel.bench",
+        *SMALL,
+        "--masks=causal",
+        "--check-tokens=32",
+        "--links",
+        f"--json={path}",
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run.stderr
+    found = records(path)
+    assert {record.mechanism for record in found} == {"links", "alone", *MECHANISMS}
+    shared = [record for record in found if record.mechanism in MECHANISMS]
+    assert all(f"exposed_{record.direction}_ms" in record.facts for record in shared)
+    network = fitted(found, Network())
+    assert network.inside != Network().inside
+    assert len(check_rows(found, network)) == len(shared) + 1
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return int(sock.getsockname()[1])
+
+
+CASE = Case(mask=load(MASKS["full"])(65536, 65536), heads_q=64, heads_kv=8, head_dim=128, dtype="bf16")
+
+
+def test_model_hides_a_hop_behind_a_block_and_exposes_what_outlasts_it() -> None:
+    ring = Sharing("ring_p2p", 8, Mesh(1, 8, 1))
+    quick, slow = Network(inside=Link(0.0, 1e6)), Network(inside=Link(0.0, 1.0))
+    assert predict_ms(CASE, ring, "fwd", 100.0, quick) == 100.0
+    hop = 8192 * 8 * 256 * 2 / 1e6
+    assert predict_ms(CASE, ring, "fwd", 100.0, slow) == pytest.approx(100 + 7 * (hop - 100 / 8))
+
+
+def test_model_exposes_one_group_of_the_exchange() -> None:
+    network = Network(inside=Link(0.0, 100.0))
+    one, four = (predict_ms(CASE, Sharing("ulysses", 2, groups=groups), "fwd", 100.0, network) - 100 for groups in (1, 4))
+    sent = 32768 * (2 * 64 + 2 * 8) * 128 * 2 / 2
+    assert one == pytest.approx(sent / 1e8)
+    assert four == pytest.approx(one / 4)
+
+
+def test_fit_finds_latency_and_bandwidth() -> None:
+    link = fit([(size, 0.02 + size / 250e6) for size in (1e5, 1e6, 1e7, 1e8)])
+    assert (link.latency_ms, link.gb_per_s) == (pytest.approx(0.02), pytest.approx(250))
+
+
+def test_paper_table_marks_assumed_rates_and_missing_mechanisms() -> None:
+    rows = paper_rows([], Network(), rate=600)
+    assert len(rows) == 1 + 4 * 2 * 5
+    ulysses = next(row for row in rows if row.startswith("full fwd ulysses"))
+    assert "~" in ulysses and "n/a" in ulysses and ulysses.endswith("599 567 575 613")
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "meshes"),
+    [
+        ("usp", {2: "1x2x1", 8: "1x2x4", 16: "1x2x8"}),
+        ("loongtrain", {2: "1x2x1", 8: "2x2x2", 64: "2x4x8", 96: "3x4x8"}),
+    ],
+)
+def test_default_meshes_keep_ulysses_inside_the_node(mechanism: str, meshes: dict[int, str]) -> None:
+    assert {world: str(MECHANISMS[mechanism].mesh(world, Heads(64, 8))) for world in meshes} == meshes
