@@ -41,9 +41,11 @@ class Findings:
     num_cases: int = 0
     worst: dict[str, tuple[float, str]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    has_backward: bool = False
 
     def add(self, case: "Case", verification: "Verification") -> None:
         self.num_cases += 1
+        self.has_backward |= case.direction.needs_backward
         self.facts |= verification.facts
         for tensor, ratio in verification.worst.items():
             if ratio >= self.worst.get(tensor, (-1.0, ""))[0]:
@@ -91,7 +93,8 @@ def run_case(item: pytest.Item, session: "Session", kernel: str, case: "Case") -
 def finish_cell(item: pytest.Item, session: "Session", stage: str, kernel: str, mask: str, findings: Findings) -> None:
     """Record a cell whose cases all passed; a cell without a case is not a pass."""
     outcome: Outcome = Passed() if findings.num_cases else NotVerified("no case of this cell could run here")
-    keep(item, _record(session, stage, kernel, mask, outcome, findings))
+    direction = "fwd_bwd" if findings.has_backward else "fwd"
+    keep(item, _record(session, stage, kernel, mask, outcome, findings, direction=direction))
     conclude(outcome, "")
 
 
