@@ -5,14 +5,17 @@ Both have an explicit backward that takes the merged out and lse. Operands that 
 
 import contextlib
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pytest_longca.intervals import endpoint_rows
+from pytest_longca.kernels.cudnn import Cudnn
+from pytest_longca.kernels.cudnn_flex import CudnnFlex
 from pytest_longca.packing import aligned
-from pytest_longca.parallel.kernel import VarlenBlock
+from pytest_longca.parallel.kernel import INTERVALS, VarlenBlock
 from pytest_longca.parallel.segment import Round, Segment
 
 
@@ -20,6 +23,7 @@ class CudnnFlexBlock:
     """cudnn.flex_attention: any segment in one call. A mask plan is made once for each segment and shape."""
 
     name = "cudnn_flex"
+    capabilities = CudnnFlex.capabilities
 
     def block_forward(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> tuple[Tensor, Tensor]:
         from cudnn.flex_attention.execution import _flex_attention_forward
@@ -54,6 +58,7 @@ class CudnnBlock(VarlenBlock):
     """cuDNN's fused attention, one call a round: BHSD views for one run, THD for several."""
 
     name = "cudnn"
+    capabilities = replace(Cudnn.capabilities, masks=INTERVALS)
 
     def round_forward(self, q: Tensor, k: Tensor, v: Tensor, call: Round, scale: float) -> tuple[Tensor, Tensor]:
         import cudnn.sdpa.fwd.torch_op  # noqa: F401  # registers the operators

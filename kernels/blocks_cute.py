@@ -1,11 +1,13 @@
 """FlashAttention-4 on one block of context parallelism: one run natively, anything else by row intervals and exact tile lists."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from pytest_longca.kernels.fa4 import TILE, mask_mod_endpoints
+from pytest_longca.kernels.fa4 import TILE, Fa4, mask_mod_endpoints
 from pytest_longca.packing import aligned
+from pytest_longca.parallel.kernel import INTERVALS
 from pytest_longca.parallel.segment import Segment
 from pytest_longca.tiles import TileLists, tile_lists
 
@@ -14,6 +16,7 @@ class Fa4Block:
     """flash_attn.cute: any segment in one call. Tile lists are made once for each segment."""
 
     name = "fa4"
+    capabilities = replace(Fa4.capabilities, masks=INTERVALS, head_dims=range(8, 129, 8))  # tile lists take no larger ones
 
     def block_forward(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> tuple[Tensor, Tensor]:
         from flash_attn.cute.interface import _flash_attn_fwd

@@ -5,14 +5,16 @@ backward such rows meet no key, so their lse does not matter. Dtypes bf16 and fp
 """
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pytest_longca.errors import DidNotRun
+from pytest_longca.kernels.fa2 import EXTENSION, Fa2, compiled_head_dim
 from pytest_longca.outcome import Unsupported
-from pytest_longca.parallel.kernel import VarlenBlock
+from pytest_longca.parallel.kernel import INTERVALS, VarlenBlock
 from pytest_longca.parallel.segment import Round
 
 
@@ -34,6 +36,10 @@ class Fa2Block(VarlenBlock):
     """FA2 of the flash-attn package."""
 
     name = "fa2"
+
+    def __init__(self) -> None:
+        # A build with fewer head dims runs a larger one with wrong results and no word.
+        self.capabilities = replace(Fa2.capabilities, masks=INTERVALS, head_dims=range(8, compiled_head_dim() + 1, 8))
 
     def round_forward(self, q: Tensor, k: Tensor, v: Tensor, call: Round, scale: float) -> tuple[Tensor, Tensor]:
         from flash_attn import flash_attn_interface as fa2
@@ -64,6 +70,7 @@ class TorchFa2Block(VarlenBlock):
     """FA2 of PyTorch itself: nothing to install."""
 
     name = "fa2"
+    capabilities = replace(Fa2.capabilities, masks=INTERVALS)
 
     def round_forward(self, q: Tensor, k: Tensor, v: Tensor, call: Round, scale: float) -> tuple[Tensor, Tensor]:
         options = dict(zip(("window_size_left", "window_size_right"), _sides(call, None), strict=True))
@@ -97,13 +104,14 @@ class TorchFa2Block(VarlenBlock):
 
 def fa2_block() -> VarlenBlock:
     """The flash-attn package's FA2 where it is installed, else PyTorch's."""
-    return Fa2Block() if importlib.util.find_spec("flash_attn_2_cuda") else TorchFa2Block()
+    return Fa2Block() if importlib.util.find_spec(EXTENSION) else TorchFa2Block()
 
 
 class Fa3Block(VarlenBlock):
     """FA3, forward; its wheels have no backward."""
 
     name = "fa3"
+    capabilities = replace(Fa2.capabilities, masks=INTERVALS, capability=(9, 0), backward=False)
 
     def round_forward(self, q: Tensor, k: Tensor, v: Tensor, call: Round, scale: float) -> tuple[Tensor, Tensor]:
         import flash_attn_interface as fa3

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TextIO
 
@@ -112,14 +112,22 @@ class Bench:
             what = f"{sharing.mechanism} {sharing.layout}" if sharing.layout != "contiguous" else sharing.mechanism
             self._cell(tokens, mask, name, what, partial(self._shared, tokens, mask, name, sharing))
 
+    def _kernel(self, name: str, case: Case) -> BlockKernel:
+        """The kernel of that name. Raises DidNotRun if it refuses the case's forward."""
+        kernel = find_block_kernel(name)
+        if reason := kernel.capabilities.refusal(replace(case, direction=Direction.FWD), self.world.machine):
+            raise DidNotRun(Unsupported(f"{kernel.name} {reason}"))
+        return kernel
+
     def _alone(self, tokens: int, mask: str, name: str) -> Result:
         case = self.settings.case(mask, tokens, shares=self.settings.world)
-        measured = measure_alone(self.world, case, find_block_kernel(name), self.settings.effort)
+        measured = measure_alone(self.world, case, self._kernel(name, case), self.settings.effort)
         self.alone_ms[tokens, mask, name] = measured
         return Result(case, measured, None, {"what": "the kernel alone, a rank's share of the heads"})
 
     def _shared(self, tokens: int, mask: str, name: str, sharing: Sharing) -> Result:
-        kernel, case = find_block_kernel(name), self.settings.case(mask, tokens)
+        case = self.settings.case(mask, tokens)
+        kernel = self._kernel(name, case)
         check(case, sharing)
         self._verify(mask, name, sharing, kernel)
         shards = shards_of(case, sharing)
@@ -132,8 +140,9 @@ class Bench:
         if self.settings.exposed and self.world.size > 1:
             quiet = World(self.world.rank, self.world.size, self.world.device, is_connected=False)
             off = measure(quiet, case, sharing, kernel, self.settings.effort, shards)
-            off_ms = self.world.slowest([off.median_ms(d) for d in DIRECTIONS])
-            facts |= {f"exposed_{d}_ms": measured.median_ms(d) - t for d, t in zip(DIRECTIONS, off_ms, strict=True)}
+            timed = [d for d in DIRECTIONS if getattr(off, f"{d}_ms")]
+            off_ms = self.world.slowest([off.median_ms(d) for d in timed])
+            facts |= {f"exposed_{d}_ms": measured.median_ms(d) - t for d, t in zip(timed, off_ms, strict=True)}
         return Result(case, measured, sharing, facts)
 
     def _peer_cells(self, tokens: int, mask: str) -> None:
@@ -206,6 +215,8 @@ class Bench:
         alone = self.alone_ms.get((tokens, mask, kernel))
         row = Row(tokens, mask, kernel, what, note=_note(facts, result))
         for direction in DIRECTIONS:
+            if not getattr(result, f"{direction}_ms"):
+                continue
             flop = case.flop(Direction(direction)) // (self.settings.world if what != "alone" else 1)
             rate = flop / result.median_ms(direction) / 1e9
             share = alone.median_ms(direction) / result.median_ms(direction) if alone else None

@@ -3,6 +3,8 @@
 from typing import Any
 
 from pytest_longca.case import Case
+from pytest_longca.errors import DidNotRun
+from pytest_longca.outcome import outcome_from_json
 from pytest_longca.parallel.job import sharing_to_json
 from pytest_longca.parallel.pool import Pool
 from pytest_longca.parallel.setup import Sharing, check
@@ -20,9 +22,11 @@ def run_parallel(
 ) -> dict[str, Any]:
     """Rank 0's figures of a case (`errors`, `rms`: tensor to number) and every rank's `traffic`.
 
-    Raises InvalidArgument before any process starts, DidNotRun if a rank died, raised or hung.
+    Raises InvalidArgument before any process starts, DidNotRun if the kernel refuses or a rank died, raised or hung.
     """
     check(case, sharing)
     request = {"case": case.id, "sharing": sharing_to_json(sharing), "kernel": kernel}
     answers = pool.call(target, request, timeout_s)
+    if "outcome" in answers[0]:  # the same on every rank, found before anything was sent
+        raise DidNotRun(outcome_from_json(answers[0]["outcome"]))
     return {**answers[0], "traffic": [answer["traffic"] for answer in answers]}

@@ -11,6 +11,7 @@ from torch import Tensor
 from pytest_longca.case import Case
 from pytest_longca.ids import parse_case
 from pytest_longca.inputs import Inputs, make_inputs
+from pytest_longca.outcome import Unsupported
 from pytest_longca.parallel.attend import ContextParallel
 from pytest_longca.parallel.comm import Channel
 from pytest_longca.parallel.kernel import BlockKernel, find_block_kernel
@@ -34,8 +35,11 @@ def sharing_from_json(data: dict[str, Any]) -> Sharing:
 def judge_case(world: World, request: dict[str, Any]) -> dict[str, Any]:
     """The rank's side of `run_parallel`. `request`: case (id), sharing, kernel (name of a block kernel)."""
     case, sharing = parse_case(request["case"]), sharing_from_json(request["sharing"])
+    kernel = find_block_kernel(request["kernel"])
+    if reason := kernel.capabilities.refusal(case, world.machine):
+        return {"outcome": Unsupported(f"{kernel.name} {reason}").to_json()}
     shards = shards_of(case, sharing)
-    return judge_bound(world, case, shards, bind(case, sharing, world, find_block_kernel(request["kernel"]), shards))
+    return judge_bound(world, case, shards, bind(case, sharing, world, kernel, shards))
 
 
 def judge_bound(world: World, case: Case, shards: Shards, bound: ContextParallel) -> dict[str, Any]:
@@ -57,10 +61,12 @@ def single_device(world: World, case: Case, kernel: BlockKernel, inputs: Inputs)
 
 
 def run_share(bound: ContextParallel, inputs: Inputs, ids: Tensor) -> dict[str, Tensor]:
-    """One rank's out, lse, dq, dk and dv."""
+    """One rank's out and lse, and dq, dk and dv unless the kernel has no backward."""
     at = ids.to(inputs.q.device)
     q, k, v = (x[0, at].requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     out, lse = bound(q, k, v)
+    if not bound.kernel.capabilities.backward:
+        return {"out": out.detach(), "lse": lse}
     grads = torch.autograd.grad(out, (q, k, v), inputs.do[0, at])
     return dict(zip(TENSORS, (out.detach(), lse, *grads), strict=True))
 
@@ -70,7 +76,7 @@ def assemble(world: World, case: Case, shards: Shards, local: dict[str, Tensor])
     channel = _everyone(world)
     ids = [shards.of_rank(rank) for rank in range(world.size)]
     whole = {}
-    for name in ("out", "dq", "dk", "dv"):
+    for name in (name for name in local if name != "lse"):  # the same order on every rank
         gathered = channel.gather(local[name].contiguous(), [len(part) for part in ids])()
         whole[name] = torch.empty_like(gathered)
         whole[name][torch.cat(ids).to(gathered.device)] = gathered
@@ -90,7 +96,7 @@ def compare(case: Case, inputs: Inputs, whole: dict[str, Tensor]) -> dict[str, A
 
     reference = cached_reference(case, inputs, inputs.q.device)
     errors, rms = {}, {}
-    for name in TENSORS:
+    for name in sorted(whole):
         found, truth = whole[name].double(), getattr(reference, name)[0].double()
         difference = (found - truth).masked_fill(found == truth, 0)  # -inf where both are
         errors[name] = float(difference.abs().max()) if bool(difference.isfinite().all()) else float("inf")

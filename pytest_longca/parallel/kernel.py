@@ -7,9 +7,12 @@ from torch import Tensor
 
 from pytest_longca.catalogue import load
 from pytest_longca.errors import unknown_name
+from pytest_longca.kernel import Capabilities
+from pytest_longca.mask import Form
 from pytest_longca.parallel.merge import GradSum, OutSum, accumulation_dtype
 from pytest_longca.parallel.segment import Round, Segment
 
+INTERVALS = frozenset({Form.ROW_INTERVALS})
 BLOCK_KERNELS: dict[str, str] = {
     "naive": "pytest_longca.parallel.kernel:NaiveBlock",
     "fa2": "pytest_longca.kernels.blocks_flash:fa2_block",
@@ -23,9 +26,13 @@ BLOCK_KERNELS: dict[str, str] = {
 
 
 class BlockKernel(Protocol):
-    """Attention of packed local queries over one block of keys. Operands may be strided; only the last axis is dense."""
+    """Attention of packed local queries over one block of keys. Operands may be strided; only the last axis is dense.
+
+    `capabilities` say what it can do; its mask form is ROW_INTERVALS, since every segment is given by them.
+    """
 
     name: str
+    capabilities: Capabilities
 
     def block_forward(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> tuple[Tensor, Tensor]:
         """(out `[rows, heads_q, head_dim_v]`, lse fp32 `[heads_q, rows]`, natural log); rows that see no key: out 0, lse -inf."""
@@ -47,6 +54,7 @@ class NaiveBlock:
     """Dense attention in the accumulation dtype (fp64 stays fp64): the truth of the tests, for any mask and device."""
 
     name = "naive"
+    capabilities = Capabilities(masks=INTERVALS)
 
     def block_forward(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> tuple[Tensor, Tensor]:
         scores = _scores(q, k, segment, scale)
@@ -83,6 +91,7 @@ class VarlenBlock:
     """A block kernel for varlen backends: the rounds of a segment, one call each. A subclass computes one round."""
 
     name: str
+    capabilities: Capabilities
 
     def round_forward(self, q: Tensor, k: Tensor, v: Tensor, call: Round, scale: float) -> tuple[Tensor, Tensor]:
         """(out, lse) of one round, operands cut to its slices."""

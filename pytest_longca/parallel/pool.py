@@ -1,5 +1,6 @@
 """Pool: a persistent world of ranks in processes of their own. A rank that dies or hangs is an outcome; nothing is left behind."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -8,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -41,11 +42,9 @@ class Pool:
         """Every rank's answer, in rank order. Raises DidNotRun(Crashed | TimedOut) if one has none; the next call starts a new world."""
         self._start(timeout_s)
         message = json.dumps({"target": target, "request": request}).encode()
-        try:
-            for _, connection in self._ranks:
+        for _, connection in self._ranks:
+            with contextlib.suppress(OSError):  # a rank that has died is seen when its answer is awaited
                 connection.send_bytes(message)
-        except OSError:
-            raise self._failed(0, None) from None
         return self._answers(time.monotonic() + timeout_s, timeout_s)
 
     def close(self) -> None:
@@ -87,36 +86,40 @@ class Pool:
 
     def _answers(self, deadline: float, timeout_s: float) -> list[dict[str, Any]]:
         answers: dict[int, dict[str, Any]] = {}
-        waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
-        while waiting:
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
+        while len(answers) < self.size:
+            arrived = self._arrived(answers, deadline)
+            if not arrived:
                 self.close()
-                late = ", ".join(map(str, sorted(waiting.values())))
+                late = ", ".join(str(rank) for rank in range(self.size) if rank not in answers)
                 raise DidNotRun(TimedOut(f"no answer of rank {late} of {self.size} within {timeout_s:g} s; all ranks were killed"))
-            for connection in ready:
-                rank = waiting.pop(connection)  # type: ignore[call-overload]  # wait returns what it was given
-                answers[rank] = self._received(rank)
+            answers |= arrived
+            if any("error" in answer for answer in arrived.values()):
+                raise self._failed(answers)
         return [answers[rank] for rank in range(self.size)]
 
-    def _received(self, rank: int) -> dict[str, Any]:
-        try:
-            answer = dict(json.loads(self._ranks[rank][1].recv_bytes()))
-        except (EOFError, OSError):
-            raise self._failed(rank, None) from None
-        if "error" in answer:
-            raise self._failed(rank, answer["error"])
-        return answer
+    def _arrived(self, answers: dict[int, dict[str, Any]], deadline: float) -> dict[int, dict[str, Any]]:
+        """The next answers of ranks that have none yet. A rank that died answers with an error, as of the beginning of time."""
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks) if rank not in answers}
+        arrived = {}
+        for connection in wait(list(waiting), max(0.0, deadline - time.monotonic())):
+            rank = waiting[connection]  # type: ignore[index]  # wait returns what it was given
+            try:
+                arrived[rank] = dict(json.loads(self._ranks[rank][1].recv_bytes()))
+            except (EOFError, OSError):
+                self._ranks[rank][0].join(GRACE_S)
+                arrived[rank] = {"error": _cause(self._ranks[rank][0].exitcode), "at": 0.0}
+        return arrived
 
-    def _failed(self, rank: int, error: str | None) -> DidNotRun:
-        """What to raise for a rank that died or raised: the others get a moment to end, then the world is gone."""
+    def _failed(self, answers: dict[int, dict[str, Any]]) -> DidNotRun:
+        """What to raise after a failure: the others get a moment to fail too, and the first to have failed is the cause."""
+        deadline = time.monotonic() + GRACE_S
+        while len(answers) < self.size and (arrived := self._arrived(answers, deadline)):
+            answers |= arrived
+        rank = min((rank for rank, answer in answers.items() if "error" in answer), key=lambda rank: answers[rank]["at"])
         assert self._folder is not None
-        process = self._ranks[rank][0]
-        process.join(GRACE_S)
-        reason = error or _cause(process.exitcode)
         stderr = _head_and_tail(self._folder / f"rank{rank}.log")
         self.close()
-        return DidNotRun(Crashed(f"rank {rank} of {self.size} {'raised ' if error else ''}{reason}", stderr))
+        return DidNotRun(Crashed(f"rank {rank} of {self.size} {answers[rank]['error']}", stderr))
 
 
 def serve_rank(connection: Connection, rank: int, size: int, device: str, folder: str, path: list[str], timeout_s: float) -> None:
@@ -133,13 +136,18 @@ def serve_rank(connection: Connection, rank: int, size: int, device: str, folder
     choose_triton_mode()
     try:
         world = _join(rank, size, device, folder, timeout_s)
-        while True:
-            message = json.loads(connection.recv_bytes())
+        for message in _requests(connection):
             _send(connection, _function(message["target"])(world, message["request"]))
-    except (EOFError, OSError):
-        return
     except Exception as error:
-        _send(connection, {"error": f"{type(error).__name__}: {error}"})
+        _send(connection, {"error": f"raised {type(error).__name__}: {error}", "at": time.monotonic()})
+
+
+def _requests(connection: Connection) -> Iterator[dict[str, Any]]:
+    while True:
+        try:
+            yield json.loads(connection.recv_bytes())
+        except (EOFError, OSError):  # the parent is gone
+            return
 
 
 def _join(rank: int, size: int, device: str, folder: str, timeout_s: float) -> Any:

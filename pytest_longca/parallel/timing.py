@@ -35,7 +35,7 @@ class Effort:
 
 @dataclass(slots=True)
 class Measured:
-    """Forward and backward of one share: samples of the slowest rank, memory beyond the inputs of the fullest rank.
+    """Forward and backward (empty if the kernel has none) of one share: the slowest rank's samples, the fullest one's memory beyond inputs.
 
     `traffic` counts what this rank sent in one forward and one backward.
     """
@@ -51,9 +51,13 @@ class Measured:
         return statistics.median(samples)
 
 
+def _median(samples: list[float]) -> float:
+    return statistics.median(samples) if samples else 0.0
+
+
 def slowest_of(shares: list[Measured]) -> Measured:
     """Of ranks timed one after another: the slowest forward, the slowest backward, the fullest memory."""
-    fwd, bwd = (max((getattr(share, f"{d}_ms") for share in shares), key=statistics.median) for d in ("fwd", "bwd"))
+    fwd, bwd = (max((getattr(share, f"{d}_ms") for share in shares), key=_median) for d in ("fwd", "bwd"))
     peak = max((share.peak_bytes or 0 for share in shares), default=0) or None
     return Measured(fwd, bwd, peak, shares[0].traffic)
 
@@ -122,15 +126,18 @@ def measure_bound(world: World, case: Case, bound: ContextParallel, num_tokens: 
     """Time a bound share of `num_tokens` tokens."""
     q, k, v, do = share_inputs(case, num_tokens, world)
     clock = RankClock(world, effort)
+    has_backward = bound.kernel.capabilities.backward
 
     def both() -> object:
-        return torch.autograd.grad(bound(q, k, v)[0], (q, k, v), do)
+        out, _ = bound(q, k, v)
+        return torch.autograd.grad(out, (q, k, v), do) if has_backward else out
 
     before = Counter(world.traffic)
     both()  # plans are made at the first call
     traffic = dict(world.traffic - before)
     fwd_ms = clock.samples(lambda: bound(q, k, v))
-    return Measured(fwd_ms, _backward_ms(clock, bound(q, k, v)[0], (q, k, v), do), _peak_bytes(world, both), traffic)
+    bwd_ms = _backward_ms(clock, bound(q, k, v)[0], (q, k, v), do) if has_backward else []
+    return Measured(fwd_ms, bwd_ms, _peak_bytes(world, both), traffic)
 
 
 def _backward_ms(clock: RankClock, out: Tensor, leaves: tuple[Tensor, ...], do: Tensor) -> list[float]:
@@ -149,6 +156,8 @@ def measure_alone(world: World, case: Case, kernel: BlockKernel, effort: Effort)
     q, do, k, v = q[step.rows], do[step.rows], k[step.keys], v[step.keys]
     clock = RankClock(world, effort)
     fwd_ms = clock.samples(lambda: kernel.block_forward(q, k, v, step.segment, case.scale))
+    if not kernel.capabilities.backward:
+        return Measured(fwd_ms, [], None)
     out, lse = kernel.block_forward(q, k, v, step.segment, case.scale)
     return Measured(fwd_ms, clock.samples(lambda: kernel.block_backward(do, q, k, v, out, lse, step.segment, case.scale)), None)
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from pytest_longca.machine import CPU, Machine
 from pytest_longca.parallel.comm import Channel
 from pytest_longca.parallel.mechanisms import Mesh
 
@@ -22,6 +23,13 @@ class World:
     is_connected: bool = True
     traffic: Counter[str] = field(default_factory=Counter)
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that this rank computes on."""
+        if self.device.type != "cuda":
+            return CPU
+        return Machine("cuda", torch.cuda.get_device_capability(self.device), torch.cuda.get_device_name(self.device))
 
     def channel(self, mesh: Mesh, axis: str) -> Channel:
         """The channel along one axis of a mesh. Collective: every rank must ask for the same axes in the same order."""

@@ -86,3 +86,12 @@ def test_bad_input_is_refused_before_any_process_starts(case: Case, sharing: Sha
 def test_malformed_mesh_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="2x2x2"):
         Mesh.parse("2x2")
+
+
+def test_kernel_that_refuses_the_case_says_why_and_the_world_lives(pools: Pools) -> None:
+    pool = pools(2)
+    run_parallel(pool, a_case(), Sharing("ring_p2p", 2))
+    pids = pool.pids
+    with pytest.raises(DidNotRun, match="fa2 runs on cuda only"):
+        run_parallel(pool, a_case(dtype="bf16", head_dim=64), Sharing("ring_p2p", 2), kernel="fa2_torch")
+    assert pool.pids == pids

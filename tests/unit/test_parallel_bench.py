@@ -18,7 +18,7 @@ from pytest_longca.parallel.model import Network, check_rows, fitted, paper_rows
 from pytest_longca.parallel.setup import Sharing
 from pytest_longca.report.record import Record
 
-SMALL = ("--kernels=naive", "--tokens=32", "--heads=16:2", "--head-dim=8", "--dtype=fp32", "--samples=3", "--budget=0.05", "--warmup=1")
+SMALL = ("--kernels=naive", "--tokens=16", "--heads=16:2", "--head-dim=8", "--dtype=fp32", "--samples=3", "--budget=0.05", "--warmup=1")
 
 
 def records(path: Path) -> list[Record]:
@@ -33,7 +33,7 @@ def _not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_simulated_world_measures_every_mechanism_and_layout(tmp_path: Path) -> None:
     output, path = io.StringIO(), tmp_path / "cp.jsonl"
-    assert main([*SMALL, "--masks=causal_document", "--simulate-world=8", f"--json={path}"], output) == 0
+    assert main([*SMALL, "--masks=causal_document", "--simulate-world=8", "--simulate-ranks=3", f"--json={path}"], output) == 0
     table = output.getvalue()
     assert all(f"{name} zigzag" in table and f"{name} balanced" in table for name in MECHANISMS if name != "ulysses")
     found = records(path)
@@ -82,7 +82,7 @@ def test_torchrun_runs_correctness_first_then_times_and_the_model_reads_the_reco
         "pytest_longca.parallel.bench",
         *SMALL,
         "--masks=causal",
-        "--check-tokens=32",
+        "--check-tokens=16",
         "--links",
         f"--json={path}",
     ]
