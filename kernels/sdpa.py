@@ -21,7 +21,7 @@ from pytest_longca.backend import BackendCall
 from pytest_longca.case import Case
 from pytest_longca.errors import DidNotRun
 from pytest_longca.inputs import TORCH_DTYPES, Inputs
-from pytest_longca.kernel import Capabilities, Kernel
+from pytest_longca.kernel import SUMS_IN_DTYPE, Capabilities, Kernel
 from pytest_longca.kernels.naive import too_long_for_scores
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
@@ -60,6 +60,8 @@ class Sdpa(Kernel):
 
         form = "dense bool mask" if mask is not None else "causal flag" if is_causal else "no mask"
         facts = {"backend": backend.name, "mask_form": form}
+        if backend is SDPBackend.FLASH_ATTENTION and inputs.q.device.type == "cpu":
+            facts[SUMS_IN_DTYPE] = "gradients, block by block"
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts)
 
     def _choose(self, case: Case, inputs: Inputs, mask: Tensor | None, is_causal: bool) -> SDPBackend:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pytest_longca.arithmetic import Weights
-from pytest_longca.limits import Bound, Terms, bound_of
+from pytest_longca.limits import SCALE, Bound, Terms, bound_of
 from pytest_longca.operands import Operands
 from pytest_longca.sweep import Piece, RowTile
 
@@ -98,7 +98,7 @@ class Forward:
         lse = (self.highest * self.ops.scale + self.total.log()).reshape(case.batch, case.heads_q, case.seqlen_q)
         size = 2 + self.ops.logit.reshape(lse.shape) + lse.abs().nan_to_num(posinf=0.0)
         zeros = torch.zeros_like(size)
-        return lse, Bound(size, size, zeros, zeros, zeros)
+        return lse, Bound(size, size, SCALE * size, zeros, zeros, zeros, zeros)
 
 
 class _Running:

@@ -14,7 +14,7 @@ from torch import Tensor
 from pytest_longca.case import Case
 from pytest_longca.inputs import Inputs
 from pytest_longca.judge import Result
-from pytest_longca.limits import RMS, rounding_of
+from pytest_longca.limits import RMS, blocks_in_dtype, rounding_of
 
 DEVIATIONS = 6.0
 """How many standard deviations the norm of a sum's error may be above its mean."""
@@ -48,7 +48,7 @@ class _Grouped:
     dv: Tensor
     sees: Tensor
     scale: float
-    roundings: int
+    roundings: float
 
 
 def check_identities(case: Case, inputs: Inputs, result: Result) -> list[Identity]:
@@ -92,7 +92,8 @@ def _group(case: Case, inputs: Inputs, result: Result, sees: Tensor, batch: int)
         *(queries(result.out), queries(result.dq), keys(result.dk), keys(result.dv)),  # type: ignore[arg-type]  # asserted above
         sees=seen,
         scale=case.scale,
-        roundings=3 if case.group > 1 else 2,  # P or dS, the result, and each query head's part of it
+        # P or dS, the result, each query head's part of it, and sums that are kept in the dtype
+        roundings=2 + (case.group > 1) + ((blocks_in_dtype(case, "dk") - 1) / 2 if result.sums_in_dtype else 0),
     )
 
 

@@ -9,23 +9,28 @@ from torch import Tensor
 
 from pytest_longca.case import Case
 from pytest_longca.inputs import TORCH_DTYPES, Inputs, shapes
-from pytest_longca.limits import SCORE_UNIT, TILE, TILE_ROWS, Bound, along_limit, rounding_of, row_limit
+from pytest_longca.limits import SCORE_UNIT, TILE, TILE_ROWS, Bound, along_limit, blocks_in_dtype, rounding_of, row_limit
 from pytest_longca.reference import Reference
 from pytest_longca.signatures import Evidence, causes, causes_across
 
 OPERAND_OF = {"out": "do", "dq": "q", "dk": "k", "dv": "v"}
 """Each result has the shape of an operand."""
+GRADIENTS = ("dq", "dk", "dv")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a kernel gave: out, dq, dk, dv as their operands, lse `[batch, heads_q, seqlen_q]`; None is not judged."""
+    """What a kernel gave: out, dq, dk, dv as their operands, lse `[batch, heads_q, seqlen_q]`; None is not judged.
+
+    `sums_in_dtype` says that the kernel adds its gradients up in their own dtype, block by block, as torch's CPU attention does.
+    """
 
     out: Tensor | None = None
     lse: Tensor | None = None
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+    sums_in_dtype: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ def judge(case: Case, inputs: Inputs, reference: Reference, result: Result, numb
         value, truth = getattr(result, name), getattr(reference, name)
         if value is None or truth is None:
             continue
-        verdict, found = _judge_tensor(case, name, value, truth, reference)
+        verdict, found = _judge_tensor(case, name, value, truth, reference, result.sums_in_dtype)
         if numbering is not None:
             verdict, found = _renumbered(verdict, numbering), None
         verdicts.append(verdict)
@@ -108,12 +113,16 @@ def _renumbered(verdict: Verdict, numbering: Tensor) -> Verdict:
     return replace(verdict, place=moved, message=message)
 
 
-def _judge_tensor(case: Case, name: str, value: Tensor, truth: Tensor, reference: Reference) -> tuple[Verdict, Evidence | None]:
+def _judge_tensor(
+    case: Case, name: str, value: Tensor, truth: Tensor, reference: Reference, sums_in_dtype: bool
+) -> tuple[Verdict, Evidence | None]:
     malformed = _malformed(case, name, value)
     if malformed:
         return Verdict(name, math.inf, False, malformed), None
     x = value.detach().to(truth.device, truth.dtype)
     bound = reference.bounds[name]
+    if sums_in_dtype and name in GRADIENTS:
+        bound = bound.with_sums_in_dtype(blocks_in_dtype(case, name), truth.shape[-1])
     if name == "lse":
         sizes = _lse_errors(x, truth)
         limits = row_limit(bound, SCORE_UNIT[case.dtype])

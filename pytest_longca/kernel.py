@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from pytest_longca.inputs import Inputs
 
 
+SUMS_IN_DTYPE = "sums_in_dtype"
+"""A call's fact: gradients are added up in their own dtype, block by block, which costs accuracy that the judge allows for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirement:
     """A distribution that a kernel needs (as `importlib.metadata` names it) and how to install it.

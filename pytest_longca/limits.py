@@ -15,13 +15,19 @@ from pytest_longca.case import Case
 
 SCALE = 4.0
 """Allowed row error in units of u times `scale`: two worst roundings of everything in it."""
-SPREAD = 6.0
-"""Allowed row error in units of u times `spread`: 7.2 standard deviations, were the whole error in one direction."""
+DIRECTED = 6.0
+"""Allowed row error in units of u times the spread in one direction: 7.2 standard deviations."""
 TILE = 2.5
 """Allowed root mean square of error / (u * spread) over a tile of rows: three times what rounding gives."""
 TILE_ROWS = 128
+
+
 GAIN = 6.0
 """Allowed error along the row in units of u times `along`: 7.2 standard deviations."""
+CPU_QUERY_BLOCKS = ((768, 256), (192, 64), (0, 32))
+"""(from so many queries, block of queries): after each block torch's CPU attention rounds dk and dv to their dtype."""
+CPU_KEY_BLOCK = 512
+"""The block of keys after which it rounds dq."""
 RMS = 0.83
 """Root mean square of one rounding, in units of u."""
 
@@ -55,6 +61,11 @@ def rounding_of(case: Case) -> Rounding:
     return ROUNDINGS[case.dtype]
 
 
+def isotropic(dim: int) -> float:
+    """Allowed row error in units of u times the spread over all of `dim` directions: twice the rms, and the norm's own spread six times."""
+    return 2 * (1 + 6 / math.sqrt(2 * dim))
+
+
 def fp32_steps(num_terms: float) -> float:
     """What a sum of products in fp32 loses, as a multiple of one rounding of its absolute sum.
 
@@ -64,23 +75,53 @@ def fp32_steps(num_terms: float) -> float:
     return 1.0 + 0.3 * math.sqrt(num_terms)
 
 
+def blocks_in_dtype(case: Case, tensor: str) -> int:
+    """In how many blocks torch's CPU attention adds up a gradient in the gradient's own dtype."""
+    if tensor == "dq":
+        return -(-case.seqlen_kv // CPU_KEY_BLOCK)
+    if tensor not in ("dk", "dv"):
+        return 1
+    block = next(block for shortest, block in CPU_QUERY_BLOCKS if case.seqlen_q >= shortest)
+    return case.group * -(-case.seqlen_q // block)
+
+
 @dataclass(frozen=True, slots=True)
 class Bound:
     """What the rows of a tensor may lose, each `[batch, seqlen, heads]` (of lse `[batch, heads, seqlen]`).
 
     In units of u: `scale` is the norm of the sum of absolute terms (for lse, the size of what was rounded), `spread` the root of
-    the sum of squares of everything that is rounded, `along` the part of it that lies along the row itself. Absolute: `flush` is what
+    the sum of squares of everything that is rounded, `allowed` what that allows as an error's norm, `along` the part of the spread
+    that lies along the row itself, `squares` the part that is of the terms. Absolute: `flush` is what
     underflow may cost, `shared` what all rows may lose along themselves at once.
     """
 
     scale: Tensor
     spread: Tensor
+    allowed: Tensor
     along: Tensor
+    squares: Tensor
     flush: Tensor
     shared: Tensor
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from (self.scale, self.spread, self.along, self.flush, self.shared)
+        yield from (self.scale, self.spread, self.allowed, self.along, self.squares, self.flush, self.shared)
+
+    def with_sums_in_dtype(self, blocks: int, dim: int) -> "Bound":
+        """The bound of a kernel that rounds its sums to the dtype after each of `blocks` blocks.
+
+        After t of T blocks the sum has t / T of the squares: (T - 1) / 2 of them are rounded on the way.
+        """
+        times = max(blocks - 1, 0) / 2
+        more2 = times * self.squares
+        return Bound(
+            scale=self.scale * (1 + times / 2),
+            spread=(self.spread.square() + more2).sqrt(),
+            allowed=(self.allowed.square() + isotropic(dim) ** 2 * more2).sqrt(),
+            along=(self.along.square() + more2 * min(3 / dim, 1)).sqrt(),
+            squares=self.squares,
+            flush=self.flush,
+            shared=self.shared,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +131,7 @@ class Terms:
     `squares` is of independent terms; `mean` `[..., 1, head_dim]` is the direction that they share, as a part of their rms norm.
     `coherent` is the norm of an error that all terms share; `growth` is how much fp32 arithmetic adds to a rounding (1 if nothing);
     `common` are those of `squares` that belong to errors which other rows share; `evenness` in 0 to 1 says that P's roundings
-    do not average out; `partial_sums` that a row may be rounded in several parts.
+    do not average out; `partial_sums` that each query head of a group is rounded before their sum.
     """
 
     absolute: Tensor
@@ -113,14 +154,17 @@ def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int) ->
     rounded2 = terms.growth.square() * size2
     if terms.partial_sums:  # independent parts are as large as their terms' squares say, parts in one direction as the row
         rounded2 = 2 * rounded2 + terms.squares
+    tiny = 1e-290 if value.dtype is torch.float64 else 1e-37
     # Three worst roundings instead of two where parts are rounded as well.
     scale = absolute2.sqrt() * (1.5 if terms.partial_sums else 1.0) + coherent2.sqrt()
-    spread = (terms.squares + coherent2 + rounded2).sqrt()
+    spread2 = terms.squares + coherent2 + rounded2
+    few = terms.squares / absolute2.clamp_min(tiny)
+    directed2 = terms.squares * (few + terms.mean.square().sum(-1)).clamp(max=1) + coherent2
+    allowed = (DIRECTED**2 * directed2 + isotropic(dim) ** 2 * (spread2 - directed2)).sqrt()
     # Of n terms in dim directions, 1/dim + 1/n of the squares lies along their sum; all of it where they share that direction.
     # n is what absolute sum and squares say. A rounded entry counts as its square: 3/dim of them for normal entries.
-    tiny = 1e-290 if value.dtype is torch.float64 else 1e-37
     shared2 = (value * terms.mean).sum(-1).square() / size2.clamp_min(tiny)
-    aligned = (1 / dim + terms.squares / absolute2.clamp_min(tiny) + shared2).clamp(max=1)
+    aligned = (1 / dim + few + shared2).clamp(max=1)
     along = (terms.squares * aligned + coherent2 + rounded2 * min(3 / dim, 1)).sqrt()
     floor = dim**0.5 * rounding.smallest * (1 if rounding.flush else num_terms)
     flush = torch.full_like(size2, floor) if terms.flushed is None else torch.linalg.vector_norm(terms.flushed, dim=-1) + floor
@@ -130,7 +174,7 @@ def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int) ->
         shared = shared + 2 * rounding.unit * terms.evenness * size2.sqrt()
     if terms.common is not None:  # only along what all terms share does it add up over the rows
         shared = shared + GAIN * rounding.unit * (terms.common * shared2).sqrt()
-    return Bound(scale, spread, along, flush, shared)
+    return Bound(scale, spread2.sqrt(), allowed, along, terms.squares, flush, shared)
 
 
 def shared_direction(x: Tensor) -> Tensor:
@@ -143,7 +187,7 @@ def shared_direction(x: Tensor) -> Tensor:
 
 def row_limit(bound: Bound, unit: float) -> Tensor:
     """How large a row's error may be in norm."""
-    return unit * torch.minimum(SCALE * bound.scale, SPREAD * bound.spread) + bound.flush
+    return unit * torch.minimum(SCALE * bound.scale, bound.allowed) + bound.flush
 
 
 def along_limit(bound: Bound, unit: float) -> Tensor:

@@ -108,6 +108,7 @@ def judge_queries(case: Case, inputs: Inputs, result: Result, queries: Tensor) -
         None if result.out is None else result.out[:, at],
         None if result.lse is None else result.lse[:, :, at],
         None if result.dq is None else result.dq[:, at],
+        sums_in_dtype=result.sums_in_dtype,
     )
     return judge(part, some, compute(part, some), rows, numbering=queries)
 
@@ -117,7 +118,8 @@ def judge_keys(case: Case, inputs: Inputs, result: Result, keys: Tensor) -> list
     part = dataclasses.replace(case, mask=PickedKeys(case.mask, keys))
     at = keys.to(inputs.k.device)
     some = Inputs(inputs.q, inputs.k[:, at], inputs.v[:, at], inputs.do)
-    rows = Result(dk=None if result.dk is None else result.dk[:, at], dv=None if result.dv is None else result.dv[:, at])
+    dk, dv = (None if x is None else x[:, at] for x in (result.dk, result.dv))
+    rows = Result(dk=dk, dv=dv, sums_in_dtype=result.sums_in_dtype)
     out, lse = row_statistics(case, inputs, result)
     return judge(part, some, reference_of_keys(part, some, out, lse), rows, numbering=keys)
 
@@ -159,4 +161,4 @@ def judge_head(case: Case, inputs: Inputs, result: Result, head_kv: int) -> list
         name: None if x is None else x[:1].narrow(slices[name][1], slices[name][0].start, slices[name][0].stop - slices[name][0].start)
         for name, x in tensors.items()
     }
-    return judge(part, some, compute(part, some), Result(**parts))
+    return judge(part, some, compute(part, some), Result(**parts, sums_in_dtype=result.sums_in_dtype))

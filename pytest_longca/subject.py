@@ -1,5 +1,6 @@
 """Subject: a kernel on a case on a machine, its clean result and the truth, each computed once; what every check is handed."""
 
+import dataclasses
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from pytest_longca.case import Case
 from pytest_longca.errors import CheckFailed, DidNotRun
 from pytest_longca.inputs import TORCH_DTYPES, Inputs, make_inputs, shapes
 from pytest_longca.judge import Result, Verdict, judge
-from pytest_longca.kernel import Call, Kernel
+from pytest_longca.kernel import SUMS_IN_DTYPE, Call, Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.outcome import Crashed, Outcome, OutOfMemory
 from pytest_longca.reference import Reference, cached_reference
@@ -71,7 +72,7 @@ class Subject:
     def result(self) -> Result:
         """What the kernel gave the first time, in ordinary memory; copies, which no later call can change."""
         given = self.run(self.case, self.inputs)
-        return Result(**{name: None if (x := getattr(given, name)) is None else x.clone() for name in TENSORS})
+        return dataclasses.replace(given, **{name: None if (x := getattr(given, name)) is None else x.clone() for name in TENSORS})
 
     def other(self, case: Case) -> "Subject":
         """The same kernel on another case."""
@@ -86,11 +87,11 @@ class Subject:
         with kernel_errors(self.kernel.name):
             call = self.kernel.bind(case, inputs)
             out, lse = finish_forward(case, call)
-            grads = finish_backward(case, call, inputs.do) if case.direction.needs_backward else (None, None, None)
+            dq, dk, dv = finish_backward(case, call, inputs.do) if case.direction.needs_backward else (None, None, None)
             if self.machine.device == "cuda":
                 torch.cuda.synchronize()
         self.facts.update(call.facts)
-        return Result(out, lse, *grads)
+        return Result(out, lse, dq, dk, dv, sums_in_dtype=SUMS_IN_DTYPE in call.facts)
 
     def judge(self, result: Result) -> list[Verdict]:
         """The verdicts on a result of this case's own values."""

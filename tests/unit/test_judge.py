@@ -1,5 +1,6 @@
 """The judge: honest kernels stay below their limits, and each kind of fault is seen and named."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch import Tensor
 from pytest_longca.case import Case, Values
 from pytest_longca.inputs import Inputs, make_inputs
 from pytest_longca.judge import Result, Verdict, judge
-from pytest_longca.kernel import Kernel
+from pytest_longca.kernel import SUMS_IN_DTYPE, Kernel
 from pytest_longca.kernels.naive import Naive
 from pytest_longca.kernels.sdpa import Sdpa
 from pytest_longca.masks.regular import Causal, Full
@@ -28,7 +29,7 @@ def run(kernel: Kernel, case: Case, inputs: Inputs) -> Result:
     call = kernel.bind(case, inputs)
     out, lse = call.forward()
     dq, dk, dv = call.backward(inputs.do)
-    return Result(out.detach(), None if lse is None else lse.detach(), dq, dk, dv)
+    return Result(out.detach(), None if lse is None else lse.detach(), dq, dk, dv, sums_in_dtype=SUMS_IN_DTYPE in call.facts)
 
 
 def verdicts_of(kernel: Kernel, case: Case) -> dict[str, Verdict]:
@@ -63,6 +64,15 @@ def test_naive_passes_on_small_cases(
     case = Case(mask=Causal(*lengths), dtype=dtype, values=values, seed=seed, scale=scale, **sizes)
     wrong = [f"{verdict.tensor}: {verdict.message}" for verdict in verdicts_of(Naive(), case).values() if not verdict.ok]
     assert not wrong
+
+
+def test_sums_in_bf16_are_allowed_only_to_kernels_that_declare_them() -> None:
+    case = Case(mask=Full(736, 736), heads_q=8, heads_kv=1, head_dim=32, dtype="bf16")
+    inputs = make_inputs(case)
+    reference, result = compute(case, inputs), run(Sdpa(), case, inputs)
+    assert result.sums_in_dtype and all(verdict.ok for verdict in judge(case, inputs, reference, result))
+    undeclared = judge(case, inputs, reference, dataclasses.replace(result, sums_in_dtype=False))
+    assert {"dk", "dv"} <= {verdict.tensor for verdict in undeclared if not verdict.ok}
 
 
 def sloppy(case: Case, inputs: Inputs) -> Result:
