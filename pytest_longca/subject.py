@@ -72,7 +72,8 @@ class Subject:
     def result(self) -> Result:
         """What the kernel gave the first time, in ordinary memory; copies, which no later call can change."""
         given = self.run(self.case, self.inputs)
-        return dataclasses.replace(given, **{name: None if (x := getattr(given, name)) is None else x.clone() for name in TENSORS})
+        copies: dict[str, Any] = {name: None if (x := getattr(given, name)) is None else x.clone() for name in TENSORS}
+        return dataclasses.replace(given, **copies)
 
     def other(self, case: Case) -> "Subject":
         """The same kernel on another case."""
