@@ -82,7 +82,8 @@ def shape_text(record: Record) -> str:
         return record.case or ""
     lengths = str(shape["seqlen_q"]) if shape["seqlen_q"] == shape["seqlen_kv"] else f"{shape['seqlen_q']}x{shape['seqlen_kv']}"
     batch = f"{shape['batch']}x" if shape["batch"] != 1 else ""
-    return f"{batch}{lengths} {shape['heads_q']}:{shape['heads_kv']} d{shape['head_dim']} {shape['dtype']}"
+    blocks = f" blocks {shape['blocks']}" if "blocks" in shape else ""
+    return f"{batch}{lengths} {shape['heads_q']}:{shape['heads_kv']} d{shape['head_dim']} {shape['dtype']}{blocks}"
 
 
 def fastest(records: Iterable[Record]) -> dict[Setting, list[Record]]:

@@ -102,8 +102,13 @@ class Record:
 
 
 def shape_of(case: "Case") -> dict[str, Any]:
-    """The sizes of a case, as a record's `shape` holds them."""
-    return {name: getattr(case, name) for name in SHAPE}
+    """The sizes of a case, as a record's `shape` holds them; `blocks` says the size and density of a block mask's blocks."""
+    sizes = {name: getattr(case, name) for name in SHAPE}
+    density = getattr(getattr(case.mask, "block_map", None), "density", None)
+    if density is not None:
+        size = getattr(case.mask, "block_size", None)
+        sizes["blocks"] = f"{size or 'variable'} at {density:g}"
+    return sizes
 
 
 def _finite(value: Any) -> Any:

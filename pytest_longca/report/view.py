@@ -22,7 +22,7 @@ from pytest_longca.report.record import Record
 from pytest_longca.report.verdict import Comparison, Row, Verdict
 
 FIELDS = (
-    "kernel", "mask", "stage", "kind", "reason", "shape", "case", "direction", "heads", "replay",
+    "kernel", "mask", "stage", "kind", "reason", "shape", "case", "direction", "heads", "blocks", "replay",
     "seqlen", "world", "examples", "median_ms", "p20_ms", "p80_ms", "tflop_per_s", "of_peak", "peak_bytes",
     "plan_ms", "compile_ms", "launch_ms", "error", "errors", "is_trusted",
 )  # fmt: skip
@@ -75,6 +75,7 @@ def _row(record: Record, strings: Strings, is_trusted: bool) -> list[Any]:
         "case": record.case or "",
         "direction": record.direction or "",
         "heads": f"{heads}:{record.shape['heads_kv']} d{record.shape['head_dim']} {record.shape['dtype']}" if heads else "",
+        "blocks": record.shape.get("blocks", ""),
         "replay": record.replay or "",
         "seqlen": seqlen(record),
         "world": record.world_size,

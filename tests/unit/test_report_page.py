@@ -62,6 +62,16 @@ def test_view_holds_the_figures_of_a_record() -> None:
     assert row["is_trusted"] == 1
 
 
+@pytest.mark.parametrize(("name", "blocks"), [("uniform_block", "64 at 0.5"), ("variable_block", "variable at 0.5"), ("causal", None)])
+def test_shape_says_what_blocks_a_block_mask_has(name: str, blocks: str | None) -> None:
+    case = Case(mask=load(MASKS[name]).default(256))
+    record = timing(mask=name, case=format_case(case), shape=shape_of(case))
+    assert record.shape.get("blocks") == blocks
+    (row,) = decoded(view([record]))
+    assert row["blocks"] == (blocks or "")
+    assert row["shape"] == f"256 1:1 d64 fp32{f' blocks {blocks}' if blocks else ''}"
+
+
 def test_no_speed_of_a_kernel_that_was_not_verified_reaches_the_page() -> None:
     wrong = timing(outcome=Wrong("off").to_json())
     (row,) = decoded(view([wrong]))

@@ -122,8 +122,13 @@ function heatColour(share) {
   return `background:rgb(${r},${g},${b});color:${isLight ? "#111" : "#fff"}`;
 }
 
+// A mask that has blocks of the chosen kind shows those; one that has none of that kind shows what it has.
+const HAS_BLOCKS = new Set(TIMED.map(r => r.mask + "\n" + r.blocks));
+const fitsBlocks = (record, blocks) => record.blocks === blocks || !HAS_BLOCKS.has(record.mask + "\n" + blocks);
+
 function heatValues(metric) {
-  const wanted = TIMED.filter(r => r.direction === $("direction").value && String(r.seqlen) === $("length").value && r.heads === $("heads").value);
+  const wanted = TIMED.filter(r => r.direction === $("direction").value && String(r.seqlen) === $("length").value && r.heads === $("heads").value
+    && fitsBlocks(r, $("blocks").value));
   const values = new Map();
   for (const record of wanted) {
     const value = metric.get(record), key = record.kernel + "\n" + record.mask, old = values.get(key);
@@ -228,7 +233,9 @@ function line(records, kernel, x, y, get, text) {
 
 function drawLengths() {
   const section = $("lengths");
-  const records = TIMED.filter(r => r.seqlen && r.mask === $("chartmask").value && r.heads === $("chartheads").value && (!$("kernel").value || r.kernel === $("kernel").value));
+  const records = TIMED.filter(r => r.seqlen && r.mask === $("chartmask").value && r.heads === $("chartheads").value
+    && fitsBlocks(r, $("chartblocks").value) && (!$("kernel").value || r.kernel === $("kernel").value));
+  $("chartblocks").parentElement.hidden = !TIMED.some(r => r.mask === $("chartmask").value && r.blocks);
   const charts = [];
   for (const direction of passes(records)) {
     const some = records.filter(r => r.direction === direction), sized = some.filter(r => r.peak_bytes !== null);
@@ -346,6 +353,7 @@ function drawAll() {
 
 function start() {
   const lengths = unique(TIMED.map(r => r.seqlen)).filter(Boolean).sort((a, b) => a - b), heads = unique(TIMED.map(r => r.heads)).sort((a, b) => a.localeCompare(b, undefined, { numeric: true }));
+  const blocks = unique(TIMED.map(r => r.blocks)).filter(Boolean).sort((a, b) => a.localeCompare(b, undefined, { numeric: true }));
   options($("kernel"), DATA.kernels, "all");
   options($("mask"), DATA.masks, "all");
   options($("kind"), unique(RECORDS.map(r => r.kind)), "all", kind => DATA.marks[kind].meaning);
@@ -355,14 +363,16 @@ function start() {
   options($("heads"), heads, null);
   options($("chartmask"), DATA.masks.filter(mask => TIMED.some(r => r.mask === mask && r.seqlen)), null);
   options($("chartheads"), heads, null);
+  for (const name of ["blocks", "chartblocks"]) options($(name), blocks, null);
   if (TIMED.length) $("metric").value = "tflop_per_s";
   if (lengths.length) $("length").value = String(lengths[lengths.length - 1]);
   for (const name of ["direction", "length", "heads"]) $(name).parentElement.hidden = !TIMED.length;
+  $("blocks").parentElement.hidden = !blocks.length;
   $("lengths").hidden = !TIMED.length;
   $("fastest").hidden = !TIMED.length;
   $("plan").hidden = !RECORDS.some(r => r.plan_ms !== null);
-  for (const name of ["metric", "direction", "length", "heads"]) $(name).onchange = drawHeat;
-  for (const name of ["chartmask", "chartheads"]) $(name).onchange = drawLengths;
+  for (const name of ["metric", "direction", "length", "heads", "blocks"]) $(name).onchange = drawHeat;
+  for (const name of ["chartmask", "chartheads", "chartblocks"]) $(name).onchange = drawLengths;
   $("filters").oninput = drawAll;
   $("filters").onreset = () => setTimeout(drawAll);
   $("filters").onsubmit = event => event.preventDefault();
