@@ -322,6 +322,11 @@ def main(arguments: Sequence[str] | None = None, output: TextIO = sys.stdout) ->
             print(f"error: {error}", file=sys.stderr)
         return 2
     world = session_world()
+    if not world.agrees_on(repr(settings)):
+        if world.rank == 0:
+            print("error: the ranks were started with different options: give every rank the same command line", file=sys.stderr)
+        torch.distributed.destroy_process_group()
+        return 2
     bench = Bench(settings, world, is_simulated=options.simulate_world > 0)
     bench.run()
     if world.rank == 0:

@@ -1,6 +1,7 @@
 """World: the ranks that run one attention, and the process groups along the axes of a mesh."""
 
 import os
+import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -52,6 +53,12 @@ class World:
         tensor = torch.tensor(values, dtype=torch.float64, device=on)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return list(tensor.tolist())
+
+    def agrees_on(self, text: str) -> bool:
+        """Whether every rank has the same text. Collective."""
+        digest = float(zlib.crc32(text.encode()))
+        largest, least = self.slowest([digest, -digest])
+        return largest == -least
 
 
 def session_world() -> World:

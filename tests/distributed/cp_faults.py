@@ -78,6 +78,10 @@ def rank_1_hangs(world: World, request: Answer) -> Answer:
     return judge_case(world, request)
 
 
+def different_options(world: World, request: Answer) -> Answer:
+    return {"same": [world.agrees_on("a command line"), not world.agrees_on(f"the command line of rank {world.rank}")], "traffic": {}}
+
+
 def ids_travel(world: World, request: Answer) -> Answer:
     """Token ids through the real communicator, and the ids that the plan says."""
     case, sharing = parse_case(request["case"]), sharing_from_json(request["sharing"])

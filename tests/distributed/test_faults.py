@@ -83,6 +83,11 @@ def test_bad_input_is_refused_before_any_process_starts(case: Case, sharing: Sha
     assert pool.pids == []
 
 
+def test_ranks_with_different_options_are_seen(pools: Pools) -> None:
+    for answer in pools(4).call("cp_faults:different_options", {}):
+        assert answer["same"] == [True, True]
+
+
 def test_malformed_mesh_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="2x2x2"):
         Mesh.parse("2x2")

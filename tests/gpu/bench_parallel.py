@@ -104,12 +104,10 @@ def check_ranks(name: str, world: int) -> int:
                     wrong += 1
                     continue
                 ratios = {tensor: found[tensor] / max(truth[tensor], 1e-6) for tensor in found}
-                is_wrong = max(ratios.values()) > ERROR_RATIO
-                wrong += is_wrong
-                print(
-                    f"{name} W={world} {mask_name} {mechanism}: {'WRONG ' if is_wrong else ''}{max(ratios.values()):.2f} x the kernel alone",
-                    flush=True,
-                )
+                worst = max(ratios.values())
+                wrong += worst > ERROR_RATIO
+                verdict = "WRONG" if worst > ERROR_RATIO else "ok"
+                print(f"{name} W={world} {mask_name} {mechanism}: {verdict}, {worst:.2f} x the kernel alone", flush=True)
     return wrong
 
 

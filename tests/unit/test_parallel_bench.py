@@ -5,9 +5,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from pytest_longca.case import Case
 from pytest_longca.catalogue import MASKS, load
@@ -23,6 +25,14 @@ SMALL = ("--kernels=naive", "--tokens=16", "--heads=16:2", "--head-dim=8", "--dt
 
 def records(path: Path) -> list[Record]:
     return [Record.from_line(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
