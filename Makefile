@@ -10,7 +10,7 @@ BIN = $(VENV)/bin
 .PHONY: demo test lint clean
 
 demo: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --longca-preset=smoke
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --longca-preset=smoke -n $(JOBS) -q
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
