@@ -14,6 +14,9 @@ from torch import Tensor
 
 Parts = tuple[Tensor, ...]
 
+MATRIX_COLUMNS = 8
+"""The alignment, in bf16 columns, that the matrix units' fast paths ask for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -127,7 +130,10 @@ class Split:
         return total
 
     def bound(self, a: Tensor, b: Tensor) -> Tensor:
-        return _bmm(a, b)
+        columns = b.shape[-1]
+        if columns % MATRIX_COLUMNS:  # a few columns of sums: matrix units want whole ones
+            b = torch.nn.functional.pad(b, (0, -columns % MATRIX_COLUMNS))
+        return _bmm(a, b)[..., :columns]
 
     def exponentials(self, scores: Tensor, highest: Tensor, scale: float, factor: Tensor | None = None) -> Weights:
         p, high, low, square = self._exponentials(scores, highest, scale, factor)
