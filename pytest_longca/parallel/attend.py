@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pytest_longca.parallel.comm import Block, Communicator
-from pytest_longca.parallel.heads import HeadExchange
+from pytest_longca.parallel.heads import HeadExchange, WayBack
 from pytest_longca.parallel.kernel import BlockKernel
 from pytest_longca.parallel.merge import GradSum, OutSum, accumulation_dtype
 from pytest_longca.parallel.plan import Plan
@@ -36,22 +36,23 @@ class ContextParallel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Saved]]:
         """out and lse, and what the backward needs."""
         saved: list[Saved] = []
-        leaving = []
+        way_back = WayBack(self.heads)
         for q_part, kv_part in self.heads.to_heads(q, self._packed(k, v)):
-            kv_part = kv_part.contiguous()
+            if len(self.plan.shards) > 1:
+                kv_part = kv_part.contiguous()  # to travel on
             out, lse = self._blocks_forward(q_part, kv_part)
-            leaving.append(self.heads.to_tokens(out))
+            way_back.send(out)
             saved.append((q_part, kv_part, out, lse))
-        out = self.heads.assemble(wait()[0] for wait in leaving)
+        (out,) = way_back.result()
         return out, torch.cat([part[3] for part in saved]) if len(saved) > 1 else saved[0][3], saved
 
     def backward(self, do: Tensor, saved: Sequence[Saved]) -> tuple[Tensor, Tensor]:
         """dq `[tokens, heads_q, head_dim]` and packed dkv, the key/value heads still replicated, in the operands' dtype."""
-        leaving = []
+        way_back = WayBack(self.heads)
         for (do_part,), part in zip(self.heads.to_heads(do), saved, strict=True):
-            leaving.append(self.heads.to_tokens(*self._blocks_backward(do_part, *part)))
-        dq, dkv = zip(*(wait() for wait in leaving), strict=True)
-        return self.heads.assemble(dq), self.heads.assemble(dkv)
+            way_back.send(*self._blocks_backward(do_part, *part))
+        dq, dkv = way_back.result()
+        return dq, dkv
 
     def _blocks_forward(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         head_dim = q.shape[-1]

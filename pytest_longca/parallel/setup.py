@@ -99,7 +99,8 @@ def bind(case: Case, sharing: Sharing, world: World, kernel: BlockKernel, shards
     mesh = shards.mesh
     plan = Plan(shards.intervals, shards.ring, world.rank // mesh.heads, world.device)
     tokens = [len(part) for part in shards.ring[plan.own].tensor_split(mesh.heads)]
-    exchange = HeadExchange(world.channel(mesh, "heads"), tokens, head_groups(case, mesh, sharing.groups))
+    side = torch.cuda.Stream(world.device) if world.device.type == "cuda" and mesh.heads > 1 else None
+    exchange = HeadExchange(world.channel(mesh, "heads"), tokens, head_groups(case, mesh, sharing.groups), side)
     return ContextParallel(plan, _communicator(sharing.row, mesh, world, plan), exchange, kernel, case.scale)
 
 
