@@ -121,6 +121,8 @@ class Bench:
 
     def _alone(self, tokens: int, mask: str, name: str) -> Result:
         case = self.settings.case(mask, tokens, shares=self.settings.world)
+        if self.world.is_staged:
+            raise DidNotRun(NotVerified("ranks share a GPU: nothing is timed"))
         measured = measure_alone(self.world, case, self._kernel(name, case), self.settings.effort)
         self.alone_ms[tokens, mask, name] = measured
         return Result(case, measured, None, {"what": "the kernel alone, a rank's share of the heads"})
@@ -130,6 +132,8 @@ class Bench:
         kernel = self._kernel(name, case)
         check(case, sharing)
         self._verify(mask, name, sharing, kernel)
+        if self.world.is_staged:
+            raise DidNotRun(NotVerified("right on a short case, but not timed: ranks share a GPU"))
         shards = shards_of(case, sharing)
         facts = _facts(case, sharing, shards)
         if self.is_simulated:
@@ -237,6 +241,7 @@ class Bench:
                     world_size=self.settings.world,
                     comm_bytes=sum(count for kind, count in result.traffic.items() if kind.endswith("_bytes")) if sharing else None,
                     device=torch.cuda.get_device_name() if self.world.device.type == "cuda" else "cpu",
+                    clocks=result.clocks,
                     facts={**facts, "tokens": tokens, "tflop_per_s": rate, "of_alone": share, "traffic": result.traffic},
                     versions=_versions(),
                 )

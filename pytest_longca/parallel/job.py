@@ -108,5 +108,4 @@ def _everyone(world: World) -> Channel:
     """All ranks as one channel that counts nothing."""
     if world.size == 1 or not world.is_connected:
         return Channel(1, 0)
-    is_staged = world.device.type == "cuda" and dist.get_backend() == "gloo"
-    return Channel(world.size, world.rank, dist.group.WORLD, is_staged)
+    return Channel(world.size, world.rank, dist.group.WORLD, world.is_staged)

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from pytest_longca.parallel.attend import ContextParallel
 from pytest_longca.parallel.kernel import BlockKernel
 from pytest_longca.parallel.setup import Shards, Sharing, bind, shards_of
 from pytest_longca.parallel.world import World
+from pytest_longca.telemetry import State, Telemetry
 from pytest_longca.timing import FLUSH_BYTES
 
 AHEAD_CYCLES = 40_000_000  # about 20 ms, in which the host fills the queue
@@ -44,6 +46,7 @@ class Measured:
     bwd_ms: list[float]
     peak_bytes: int | None
     traffic: dict[str, int] = field(default_factory=dict)
+    clocks: dict[str, Any] = field(default_factory=dict)
 
     def median_ms(self, direction: str) -> float:
         """The median of "fwd" or "bwd"."""
@@ -59,7 +62,7 @@ def slowest_of(shares: list[Measured]) -> Measured:
     """Of ranks timed one after another: the slowest forward, the slowest backward, the fullest memory."""
     fwd, bwd = (max((getattr(share, f"{d}_ms") for share in shares), key=_median) for d in ("fwd", "bwd"))
     peak = max((share.peak_bytes or 0 for share in shares), default=0) or None
-    return Measured(fwd, bwd, peak, shares[0].traffic)
+    return Measured(fwd, bwd, peak, shares[0].traffic, shares[0].clocks)
 
 
 class RankClock:
@@ -70,6 +73,8 @@ class RankClock:
         self._effort = effort
         self._is_cuda = world.device.type == "cuda"
         self._is_shared = world.is_connected and world.size > 1
+        self._telemetry = Telemetry(torch.cuda.current_device()) if self._is_cuda else None
+        self._states: list[State] = []
         self._flush = torch.zeros(FLUSH_BYTES if self._is_cuda else 1, dtype=torch.int8, device=world.device)
 
     def samples(self, step: Callable[[], object]) -> list[float]:
@@ -78,7 +83,14 @@ class RankClock:
             step()
         trial = max(self._world.slowest(self._taken(step, 1)))
         count = max(3, min(self._effort.samples, int(self._effort.budget_s * 1e3 / max(trial, 1e-3))))
-        return self._world.slowest(self._taken(step, count))
+        taken = self._taken(step, count)
+        if self._telemetry:
+            self._states.append(self._telemetry.read())
+        return self._world.slowest(taken)
+
+    def state(self) -> dict[str, Any]:
+        """This rank's clocks, power and throttling after what was sampled; nothing on the CPU."""
+        return self._telemetry.summary(self._states) if self._telemetry else {}
 
     def _taken(self, step: Callable[[], object], count: int) -> list[float]:
         return self._on_device(step, count) if self._is_cuda else self._on_host(step, count)
@@ -137,7 +149,7 @@ def measure_bound(world: World, case: Case, bound: ContextParallel, num_tokens: 
     traffic = dict(world.traffic - before)
     fwd_ms = clock.samples(lambda: bound(q, k, v))
     bwd_ms = _backward_ms(clock, bound(q, k, v)[0], (q, k, v), do) if has_backward else []
-    return Measured(fwd_ms, bwd_ms, _peak_bytes(world, both), traffic)
+    return Measured(fwd_ms, bwd_ms, _peak_bytes(world, both), traffic, clock.state())
 
 
 def _backward_ms(clock: RankClock, out: Tensor, leaves: tuple[Tensor, ...], do: Tensor) -> list[float]:
@@ -159,7 +171,8 @@ def measure_alone(world: World, case: Case, kernel: BlockKernel, effort: Effort)
     if not kernel.capabilities.backward:
         return Measured(fwd_ms, [], None)
     out, lse = kernel.block_forward(q, k, v, step.segment, case.scale)
-    return Measured(fwd_ms, clock.samples(lambda: kernel.block_backward(do, q, k, v, out, lse, step.segment, case.scale)), None)
+    bwd_ms = clock.samples(lambda: kernel.block_backward(do, q, k, v, out, lse, step.segment, case.scale))
+    return Measured(fwd_ms, bwd_ms, None, clocks=clock.state())
 
 
 def share_inputs(case: Case, num_tokens: int, world: World) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -32,12 +32,16 @@ class World:
             return CPU
         return Machine("cuda", torch.cuda.get_device_capability(self.device), torch.cuda.get_device_name(self.device))
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether CUDA ranks communicate through the host, since they share GPUs: for checking, never for timing."""
+        return self.is_connected and self.size > 1 and self.device.type == "cuda" and dist.get_backend() == "gloo"
+
     def channel(self, mesh: Mesh, axis: str) -> Channel:
         """The channel along one axis of a mesh. Collective: every rank must ask for the same axes in the same order."""
         members = mesh.members(self.rank, axis)
         group = self._group(mesh, axis) if self.is_connected and len(members) > 1 else None
-        is_staged = group is not None and self.device.type == "cuda" and dist.get_backend(group) == "gloo"
-        return Channel(len(members), members.index(self.rank), group, is_staged, self.traffic)
+        return Channel(len(members), members.index(self.rank), group, self.is_staged, self.traffic)
 
     def _group(self, mesh: Mesh, axis: str) -> dist.ProcessGroup:
         everyone = {mesh.members(rank, axis) for rank in range(self.size)}
