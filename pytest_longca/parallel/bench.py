@@ -74,7 +74,7 @@ class Bench:
     is_simulated: bool
     started: float = field(default_factory=time.monotonic)
     rows: list[Row] = field(default_factory=list)
-    alone_ms: dict[tuple[int, str, str], Measured] = field(default_factory=dict)
+    alone_rate: dict[tuple[int, str, str, str], float] = field(default_factory=dict)
     verified: dict[tuple[str, str, str, str], Outcome] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -124,7 +124,6 @@ class Bench:
         if self.world.is_staged:
             raise DidNotRun(NotVerified("ranks share a GPU: nothing is timed"))
         measured = measure_alone(self.world, case, self._kernel(name, case), self.settings.effort)
-        self.alone_ms[tokens, mask, name] = measured
         return Result(case, measured, None, {"what": "the kernel alone, a rank's share of the heads"})
 
     def _shared(self, tokens: int, mask: str, name: str, sharing: Sharing) -> Result:
@@ -216,14 +215,16 @@ class Bench:
 
     def _record(self, tokens: int, mask: str, kernel: str, what: str, found: Result) -> None:
         case, result, sharing, facts = found.case, found.measured, found.sharing, found.facts
-        alone = self.alone_ms.get((tokens, mask, kernel))
         row = Row(tokens, mask, kernel, what, note=_note(facts, result))
         for direction in DIRECTIONS:
             if not getattr(result, f"{direction}_ms"):
                 continue
             flop = case.flop(Direction(direction)) // (self.settings.world if what != "alone" else 1)
             rate = flop / result.median_ms(direction) / 1e9
-            share = alone.median_ms(direction) / result.median_ms(direction) if alone else None
+            if what == "alone":
+                self.alone_rate[tokens, mask, kernel, direction] = rate
+            alone = self.alone_rate.get((tokens, mask, kernel, direction))
+            share = rate / alone if alone else None
             setattr(row, direction, f"{rate:.1f}" + (f" ({share:.1%})" if share and what != "alone" else ""))
             self._write(
                 Record(
