@@ -2,7 +2,7 @@
 
 Algorithm: cuDNN's, chosen by its heuristics when the graph of a shape is built (the first call of that shape).
 Masks: regular ones. Dense for one document, THD with cu_seqlens for more, without padding; also THD where there are more queries than
-keys below a band, which cuDNN's dense form refuses. cuDNN's left window is exclusive and its diagonal top-left unless told otherwise.
+keys below a band, which cuDNN's dense form refuses. A document with queries and no keys is refused. cuDNN's left window is exclusive and its diagonal top-left unless told otherwise.
 Layout: BSHD transposed to BHSD without a copy, or THD. Dtypes: bf16, fp16. Head dims: multiples of 8 up to 256. GQA: yes.
 Directions: forward and backward. lse: yes. Architectures: sm80 and later. Determinism: only under torch.use_deterministic_algorithms.
 """
@@ -19,7 +19,7 @@ from pytest_longca.kernel import Capabilities, Kernel, Requirement
 from pytest_longca.kernels.fa2 import minus_infinity
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
-from pytest_longca.packing import Packing, aligned, copied, packing_of
+from pytest_longca.packing import Packing, aligned, copied, packing_of, regular_form
 
 FRONTEND = Requirement(distribution="nvidia-cudnn-frontend", at_least="1.32", how="pip install 'pytest-longca[cudnn]'")
 
@@ -37,10 +37,15 @@ class Cudnn(Kernel):
         devices=frozenset({"cuda"}),
         capability=(8, 0),
     )
-    device_kernel_pattern = r"cudnn|sdpa|fprop|bprop"
+    device_kernel_pattern = r"cudnn"
 
     def also_refuses(self, case: Case, machine: Machine) -> str | None:
+        varlen = regular_form(case)
         rules = (
+            (
+                any(kv == 0 < q for q, kv in zip(varlen.lens_q, varlen.lens_kv, strict=True)),
+                "takes no queries whose document has no keys: it would leave their out unwritten and their lse 0",
+            ),
             (
                 case.direction.needs_backward and max(case.head_dim, case.head_dim_v) > 128 and _below_hopper(machine),
                 "has no backward above head_dim 128 before Hopper",

@@ -40,7 +40,7 @@ class CudnnFlex(Kernel):
         devices=frozenset({"cuda"}),
         capability=(9, 0),
     )
-    device_kernel_pattern = r"(?i)flex|flash"
+    device_kernel_pattern = r"cudnnflex_attention"
 
     def also_refuses(self, case: Case, machine: Machine) -> str | None:
         sizes = (case.head_dim, case.head_dim_v)

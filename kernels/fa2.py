@@ -2,7 +2,7 @@
 
 Algorithm: tiled online softmax on sm80 instructions; dq is added up with fp32 atomics. Masks: regular ones, by band and cu_seqlens.
 Layout: BSHD for one document, THD for more; any strides that are multiples of 16 bytes. Dtypes: bf16, fp16.
-Head dims: multiples of 8 up to the largest one that is compiled in, at most 256; head_dim_v = head_dim. GQA: yes.
+Head dims: multiples of 8 up to 256 whose kernel is compiled in; head_dim_v = head_dim. GQA: yes.
 Directions: forward and backward. lse: yes; FA2's +inf in rows that see nothing is turned into -inf.
 Architectures: sm80 and later. Determinism: forward; not dq.
 """
@@ -28,6 +28,10 @@ from pytest_longca.packing import Packing, aligned, band_of, copied, packing_of,
 EXTENSION = "flash_attn_2_cuda"
 INSTANCE = b"run_mha_fwd_IN7cutlass10bfloat16_tELi%dE"
 """The mangled name of the forward for one head dimension: whether it is in the library says whether that size was built."""
+SIZES = (32, 64, 96, 128, 192, 256)
+"""What FA2 rounds a head dimension up to, to choose a kernel and the layout of its buffers."""
+OLDER_SIZES = (160, 224)
+"""More of them, in releases before 2.7."""
 
 
 class Fa2(Kernel):
@@ -43,17 +47,21 @@ class Fa2(Kernel):
         capability=(8, 0),
         unequal_head_dims=False,
     )
-    device_kernel_pattern = r"flash_fwd|flash_bwd"
+    device_kernel_pattern = r"flash::flash_(fwd|bwd)"
 
     def version(self) -> str | None:
         return importlib.metadata.version("flash-attn" if is_package() else "torch")
 
     def also_refuses(self, case: Case, machine: Machine) -> str | None:
-        varlen, largest = regular_form(case), compiled_head_dim()
+        varlen, missing = regular_form(case), missing_size(case.head_dim)
         band = band_of(varlen)
         max_q, max_kv = max(varlen.lens_q), max(varlen.lens_kv)
         rules = (
-            (case.head_dim > largest, f"this build of flash-attn has head_dim up to {largest}, not {case.head_dim}"),
+            (
+                missing is not None,
+                f"head_dim {case.head_dim} runs in the kernel for {missing}, which this build of flash-attn lacks: "
+                f"it has those for {', '.join(map(str, compiled_sizes()))}",
+            ),
             (
                 band.right is not None and not band.is_causal and band.right >= max_kv,
                 f"takes a right window of {band.right} over {max_kv} keys as unlimited, but the first queries must not see all keys",
@@ -129,14 +137,21 @@ def minus_infinity(lse: Tensor, packing: Packing) -> Tensor:
     return lse.masked_fill(lse == float("inf"), float("-inf")) if packing.has_empty_rows else lse
 
 
-@functools.lru_cache(maxsize=1)
-def compiled_head_dim() -> int:
-    """The largest head dimension of the installed build, told by the names in its library without loading it.
+def missing_size(head_dim: int) -> int | None:
+    """The kernel size that a head dimension is rounded up to, if this build lacks it.
 
-    A build with fewer sizes runs a larger head_dim with wrong results and no word. 256 where nothing can be told.
+    Such a build goes on with another kernel over buffers of the wrong size, or with none: wrong results and no word.
     """
+    compiled = compiled_sizes()
+    size = min((size for size in {*SIZES, *compiled} if size >= head_dim), default=None)
+    return size if compiled and size not in compiled else None
+
+
+@functools.lru_cache(maxsize=1)
+def compiled_sizes() -> tuple[int, ...]:
+    """The head dimensions of the installed build, told by the names in its library without loading it; empty where nothing can be told."""
     spec = importlib.util.find_spec(EXTENSION)
     if spec is None or not spec.origin:
-        return 256
+        return ()
     with open(spec.origin, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
-        return next((size for size in (256, 224, 192, 160, 128, 96, 64, 32) if library.find(INSTANCE % size) >= 0), 256)
+        return tuple(size for size in sorted(SIZES + OLDER_SIZES) if library.find(INSTANCE % size) >= 0)

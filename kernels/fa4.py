@@ -49,7 +49,7 @@ class Fa4(Kernel):
         devices=frozenset({"cuda"}),
         capability=(9, 0),
     )
-    device_kernel_pattern = r"(?i)flash_?attention_?(forward|backward)|flash_(fwd|bwd)|cute.*flash"
+    device_kernel_pattern = r"flash_attncute\w*flash_(fwd|bwd)"
 
     def also_refuses(self, case: Case, machine: Machine) -> str | None:
         needs_lists = Form.VARLEN not in case.mask.forms

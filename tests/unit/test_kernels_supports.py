@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,10 @@ ACCEPTED = [
     ("fa4", half(blocks(128)), H200),
     ("fa4", half(Causal(100, 90), head_dim=256, direction=FWD), H200),
     ("cudnn", half(CausalSlidingWindow(100, 90, 17)), A100),
+    ("cudnn", half(Causal(100, 90)), H200),
+    ("cudnn", half(CausalDocument((100, 28), (90, 28))), H200),
+    ("cudnn", half(FullDocument((100, 0, 28))), H200),
+    ("cudnn", half(FullDocument((100, 0, 28), (90, 5, 28))), H200),
     ("cudnn", half(Causal(90, 100), head_dim=192, head_dim_v=128), H200),
     ("cudnn_flex", half(CausalBlockwise((100, 28)), head_dim=72, head_dim_v=24), H200),
     ("cudnn_flex", half(Causal(90, 100), head_dim=192, head_dim_v=128), H200),
@@ -104,6 +109,8 @@ REFUSED = [
     ("cudnn", half(Causal(100, 100), head_dim=136), A100, "has no backward above head_dim 128 before Hopper"),
     ("cudnn", half(Causal(100, 100), head_dim=192), H200, "has a backward of head_dim 192 with head_dim_v 128 only"),
     ("cudnn", half(CausalBlockwise((100, 28))), H200, "and causal_blockwise has no such form"),
+    ("cudnn", half(FullDocument((100, 1, 28), (90, 0, 28))), H200, "takes no queries whose document has no keys"),
+    ("cudnn", half(CausalDocument((100, 1, 28), (90, 0, 28))), H200, "takes no queries whose document has no keys"),
     ("cudnn_flex", half(blocks(128)), H200, "and uniform_block has no such form"),
     ("cudnn_flex", half(Causal(100, 100), head_dim=192), H200, "takes head dims up to 128, (192, 128) and (256, 256), not (192, 192)"),
     ("cudnn_flex", half(Causal(100, 100), head_dim=136), H200, "head_dim 136 is not among"),
@@ -130,28 +137,52 @@ def test_fa3_has_a_backward_if_the_build_says_so(monkeypatch: pytest.MonkeyPatch
     assert kernel_named("fa3").supports(half(Causal(100, 100), head_dim=256), H200) is None
 
 
-def test_fa2_refuses_a_head_dim_that_the_build_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def flash_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """Installs a flash-attn whose library has kernels for the given sizes."""
     from pytest_longca.kernels import fa2
 
-    monkeypatch.setattr(fa2, "compiled_head_dim", lambda: 128)
-    refusal = fa2.Fa2().supports(half(Causal(100, 100), head_dim=136), H200)
-    assert refusal is not None and "this build of flash-attn has head_dim up to 128, not 136" in refusal.reason
+    def install(*sizes: int) -> None:
+        library = tmp_path / "flash_attn_2_cuda.so"
+        library.write_bytes(b"\x7fELF" + b"".join(b"\0_Z" + fa2.INSTANCE % size + b"Lb0E" for size in sizes))
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: types.SimpleNamespace(origin=str(library)))
+        fa2.compiled_sizes.cache_clear()
+
+    yield install
+    fa2.compiled_sizes.cache_clear()
 
 
-@pytest.mark.parametrize(("sizes", "largest"), [((64, 128), 128), ((32, 64, 96, 128, 192, 256), 256), ((), 256)])
-def test_fa2_reads_its_head_dims_off_the_library(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: tuple[int, ...], largest: int
+@pytest.mark.parametrize(
+    ("sizes", "head_dim", "missing"),
+    [
+        ((64, 128), 64, None),
+        ((64, 128), 40, None),
+        ((64, 128), 128, None),
+        ((64, 128), 104, None),
+        ((64, 128), 72, 96),
+        ((64, 128), 96, 96),
+        ((64, 128), 32, 32),
+        ((64, 128), 136, 192),
+        ((64, 128), 256, 256),
+        ((32, 64, 96, 128, 192, 256), 152, None),
+        ((32, 64, 96, 128, 160, 192, 224, 256), 152, None),
+        ((), 72, None),
+    ],
+)
+def test_fa2_reads_off_the_library_which_head_dims_have_a_kernel(
+    flash_library: Callable[..., None], sizes: tuple[int, ...], head_dim: int, missing: int | None
 ) -> None:
-    from pytest_longca.kernels import fa2
+    from pytest_longca.kernels.fa2 import missing_size
 
-    library = tmp_path / "flash_attn_2_cuda.so"
-    library.write_bytes(b"\x7fELF" + b"".join(b"\0_Z" + fa2.INSTANCE % size + b"Lb0E" for size in sizes))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: types.SimpleNamespace(origin=str(library)))
-    fa2.compiled_head_dim.cache_clear()
-    try:
-        assert fa2.compiled_head_dim() == largest
-    finally:
-        fa2.compiled_head_dim.cache_clear()
+    flash_library(*sizes)
+    assert missing_size(head_dim) == missing
+
+
+def test_fa2_refuses_a_head_dim_whose_kernel_the_build_lacks(flash_library: Callable[..., None]) -> None:
+    flash_library(64, 128)
+    refusal = kernel_named("fa2").supports(half(Causal(100, 100), head_dim=72), H200)
+    assert refusal is not None
+    assert refusal.reason == "head_dim 72 runs in the kernel for 96, which this build of flash-attn lacks: it has those for 64, 128"
 
 
 @pytest.mark.parametrize("name", ["fa3", "fa4", "cudnn", "cudnn_flex"])
