@@ -2,7 +2,8 @@
 
 Algorithm: cuDNN's, chosen by its heuristics when the graph of a shape is built (the first call of that shape).
 Masks: regular ones. Dense for one document, THD with cu_seqlens for more, without padding; also THD where there are more queries than
-keys below a band, which cuDNN's dense form refuses. A document with queries and no keys is refused. cuDNN's left window is exclusive and its diagonal top-left unless told otherwise.
+keys below a band, which cuDNN's dense form refuses. A document with queries and no keys is refused. cuDNN's left window is exclusive and
+its diagonal top-left unless told otherwise.
 Layout: BSHD transposed to BHSD without a copy, or THD. Dtypes: bf16, fp16. Head dims: multiples of 8 up to 256. GQA: yes.
 Directions: forward and backward. lse: yes. Architectures: sm80 and later. Determinism: only under torch.use_deterministic_algorithms.
 """

@@ -56,15 +56,20 @@ class Findings:
 
 
 def run_probes(item: pytest.Item, session: "Session", kernel: str, mask: str) -> None:
-    """Judge the exact probes of a cell; the first case that is not right ends it."""
+    """Judge the exact probes of a cell; the first case that is not right ends it, unless its failure is known."""
     from pytest_longca.strategies import probe_cases
 
     findings, checks = Findings(), select_checks(session.options.checks, "probes")
+    excused: tuple[Case, Verification] | None = None
     for case in probe_cases(session.catalogue.mask(mask), session.catalogue.kernel(kernel), session.machine):
         verification = session.verify(kernel, case, checks)
         findings.add(case, verification)
-        if not isinstance(verification.outcome, Passed):
+        if isinstance(known(session, kernel, case, verification.outcome), KnownWrong):
+            excused = excused or (case, verification)
+        elif not isinstance(verification.outcome, Passed):
             finish(item, session, "probes", kernel, case, verification, findings)
+    if excused:
+        finish(item, session, "probes", kernel, *excused, findings)
     finish_cell(item, session, "probes", kernel, mask, findings)
 
 
@@ -75,10 +80,11 @@ def run_known_failure(item: pytest.Item, session: "Session", kernel: str, entry:
 
     if entry is None:
         pytest.skip("no known failure is about a kernel of this run")
-    verification = session.verify(kernel, parse_case(entry.case, session.catalogue.masks()), select_checks(session.options.checks))
+    case = parse_case(entry.case, session.catalogue.masks())
+    verification = session.verify(kernel, case, select_checks(session.options.checks))
     reason = stale(entry, verification.outcome)
     outcome = Wrong(reason) if reason else KnownWrong(entry.why, entry.name)
-    keep(item, Record(stage="case", kernel=kernel, mask=entry.mask, case=entry.case, outcome=outcome.to_json(), reason=str(outcome)))
+    keep(item, Record(stage="case", kernel=kernel, mask=case.mask.name, case=case.id, outcome=outcome.to_json(), reason=str(outcome)))
     conclude(outcome, reason or "")
 
 

@@ -1,13 +1,14 @@
 """Known failures of upstream kernels: a file of entries, each with the smallest case, the versions it is about, and where it is reported.
 
-An entry turns a Wrong or Crashed outcome into KnownWrong, and only in its own scope: kernel, versions, machine, mask and what the message
-says. An entry whose smallest case passes is stale, and a stale entry fails the run: a fixed kernel must not stay excused.
+An entry turns a Wrong or Crashed outcome into KnownWrong, and only in its own scope: kernel, versions, machine, mask, property of the case
+and what the message says. An entry whose smallest case passes is stale, and a stale entry fails the run: a fixed kernel must not stay
+excused.
 """
 
 import dataclasses
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,17 @@ from pytest_longca.kernel import Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.outcome import Crashed, NotVerified, Outcome, Passed, Wrong
 
+
+def has_rows_without_keys(case: Case) -> bool:
+    """Whether any query sees no key."""
+    rows = case.mask.row_intervals()
+    if rows is None:
+        return not bool(case.mask.dense().any(-1).all())
+    return bool(((rows[..., 1] - rows[..., 0]).sum(-1) == 0).any())
+
+
+CONDITIONS: dict[str, Callable[[Case], bool]] = {"rows without keys": has_rows_without_keys}
+"""What an entry's `only` may name."""
 FILE = Path(__file__).with_name("known_failures.toml")
 ANY = "*"
 
@@ -29,7 +41,8 @@ class Entry:
 
     `versions` is a version specifier (">=2.7,<2.9") of the kernel's package; `device` is "cpu", "cuda" or a compute capability ("sm90");
     `mask` a mask's name; "*" is any. `case` is the id of the smallest case that fails; `message` a regular expression that the outcome's
-    reason must contain; `link` the public report, where there is one. An `intermittent` failure may pass without being stale.
+    reason must contain; `only` a property of the cases that fail (CONDITIONS) or "*"; `link` the public report, where there is one.
+    An `intermittent` failure may pass without being stale.
     """
 
     name: str
@@ -40,6 +53,7 @@ class Entry:
     versions: str = ANY
     device: str = ANY
     mask: str = ANY
+    only: str = ANY
     link: str = ""
     intermittent: bool = False
 
@@ -50,6 +64,8 @@ class Entry:
             raise InvalidArgument(f"known failure {self.name!r}: message {self.message!r} is no regular expression: {error}") from None
         if not _is_specifier(self.versions):
             raise InvalidArgument(f"known failure {self.name!r}: versions {self.versions!r}: write a specifier as in '>=2.7,<2.9', or '*'")
+        if self.only != ANY and self.only not in CONDITIONS:
+            raise unknown_name(f"condition of known failure {self.name!r}, only =", self.only, CONDITIONS)
 
     def covers(self, kernel: str, version: str | None, machine: Machine, mask: str) -> bool:
         """Whether a kernel of this version on this machine and mask is in the entry's scope. An unknown version is only in "*"."""
@@ -60,6 +76,10 @@ class Entry:
             and self.mask in (ANY, mask)
         )
 
+    def concerns(self, case: Case) -> bool:
+        """Whether the case has the property that makes it fail."""
+        return self.only == ANY or CONDITIONS[self.only](case)
+
     def describes(self, outcome: Outcome) -> bool:
         """Whether the outcome is the failure that the entry is about."""
         return isinstance(outcome, Wrong | Crashed) and re.search(self.message, outcome.reason) is not None
@@ -69,7 +89,7 @@ def find(kernel: Kernel, case: Case, machine: Machine, outcome: Outcome, entries
     """The entry that describes this outcome of this kernel on this case, or None."""
     version = kernel.version()
     for entry in load() if entries is None else entries:
-        if entry.covers(kernel.name, version, machine, case.mask.name) and entry.describes(outcome):
+        if entry.covers(kernel.name, version, machine, case.mask.name) and entry.describes(outcome) and entry.concerns(case):
             return entry
     return None
 

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import FlakyFailure
 
 from pytest_longca.checknames import select_checks
-from pytest_longca.conformance import Findings, finish, finish_cell
+from pytest_longca.conformance import Findings, finish, finish_cell, known
 from pytest_longca.errors import CheckFailed
-from pytest_longca.outcome import Crashed, Passed, TimedOut, Wrong
+from pytest_longca.outcome import Crashed, KnownWrong, Passed, TimedOut, Wrong
 
 if TYPE_CHECKING:
     from pytest_longca.case import Case
@@ -34,11 +34,18 @@ class Search:
         self._left: dict[type, int] = {Crashed: RESTARTS, TimedOut: HANGS}
         self.findings = Findings()
         self.failed: tuple[Case, Verification] | None = None
+        self.excused: tuple[Case, Verification] | None = None
 
     def example(self, case: "Case") -> None:
-        """Judge a drawn case; raises a class of its own for each kind of failure, so that one does not shrink into another."""
+        """Judge a drawn case; raises a class of its own for each kind of failure, so that one does not shrink into another.
+
+        A known failure is kept and the search goes on: it must not hide another one.
+        """
         verification = self._verification(case)
         if verification is None or isinstance(verification.outcome, Passed):
+            return
+        if isinstance(known(self._session, self._kernel, case, verification.outcome), KnownWrong):
+            self.excused = self.excused or (case, verification)
             return
         self.failed = (case, verification)
         raise _failure(_signature(verification))
@@ -94,6 +101,8 @@ def run_examples(item: pytest.Item, session: "Session", kernel: str, mask: str) 
     except CheckFailed:
         assert search.failed
         finish(item, session, "examples", kernel, *search.failed, search.findings)
+    if search.excused:
+        finish(item, session, "examples", kernel, *search.excused, search.findings)
     finish_cell(item, session, "examples", kernel, mask, search.findings)
 
 

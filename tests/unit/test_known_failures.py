@@ -1,19 +1,28 @@
 """The file of known failures: what an entry excuses, what it does not, and when it is stale."""
 
+import types
 from pathlib import Path
 
 import pytest
 
+from pytest_longca import known_failures
+from pytest_longca.block_map import ExplicitMap
 from pytest_longca.case import Case
 from pytest_longca.catalogue import KERNELS, MASKS
-from pytest_longca.errors import InvalidArgument
+from pytest_longca.catalogue import load as load_kernel
+from pytest_longca.checks import Verification
+from pytest_longca.errors import CheckFailed, InvalidArgument
 from pytest_longca.ids import parse_case
 from pytest_longca.inputs import Inputs
 from pytest_longca.kernel import Call, Kernel, Requirement
-from pytest_longca.known_failures import ANY, Entry, due, find, load, stale
+from pytest_longca.known_failures import ANY, Entry, due, find, has_rows_without_keys, load, stale
 from pytest_longca.machine import CPU, H200, Machine
+from pytest_longca.mask import Mask
+from pytest_longca.masks.block import UniformBlock
+from pytest_longca.masks.document import FullDocument
 from pytest_longca.masks.regular import Causal, Full
 from pytest_longca.outcome import Crashed, NotInstalled, NotVerified, Outcome, OutOfMemory, Passed, TimedOut, Unsupported, Wrong
+from pytest_longca.search import Search
 
 
 class Fake(Kernel):
@@ -160,8 +169,76 @@ def test_file_that_cannot_be_right_says_where(tmp_path: Path, text: str, message
         load(written(tmp_path, text))
 
 
+def test_entry_is_only_about_cases_with_its_property() -> None:
+    known = entry(only="rows without keys")
+    assert find(Fake(), CASE, H200, WRONG, [known]) is known
+    assert find(Fake(), Case(mask=Causal(5, 9), dtype="bf16"), H200, WRONG, [known]) is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "empty"),
+    [
+        (Causal(9, 5), True),
+        (Causal(5, 9), False),
+        (FullDocument((3, 2), (4, 0)), True),
+        (FullDocument((3, 0), (4, 2)), False),
+        (UniformBlock(4, 4, 2, ExplicitMap.of([[[True, False], [False, False]]])), True),
+        (UniformBlock(4, 4, 2, ExplicitMap.of([[[True, False], [False, True]]])), False),
+    ],
+    ids=repr,
+)
+def test_rows_without_keys_are_seen_in_intervals_and_in_dense_masks(mask: Mask, empty: bool) -> None:
+    assert has_rows_without_keys(Case(mask=mask)) is empty
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_known"),
+    [
+        ("truth: out: batch 0, head 0, row 0, column 94 (16-row tile 0, 128-row tile 0) is not 0 (norm 0.626), and it sees no key", True),
+        ("count: out: batch 0, head 0, query 0 reads key 0, which the mask hides; 520 pairs (query, key) in all", True),
+        ("truth: dk: batch 0, head 1, row 666, column 50 error 0.3 is 300 times its limit 0.001", False),
+    ],
+)
+def test_sdpa_cudnn_is_excused_for_rows_without_keys_alone(reason: str, is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = load_kernel(KERNELS["sdpa_cudnn"])()
+    monkeypatch.setattr(type(kernel), "version", lambda self: "2.11.0+cu130")
+    with_empty_rows, without = (Case(mask=Causal(seqlen_q, 100), dtype="bf16") for seqlen_q in (120, 90))
+    found = find(kernel, with_empty_rows, H200, Wrong(reason))
+    assert (found is not None and found.name == "sdpa-cudnn-rows-without-keys") is is_known
+    assert find(kernel, without, H200, Wrong(reason)) is None
+
+
+class _Verdicts:
+    """A session whose kernel fails as it is told: for the search, which a known failure must not end."""
+
+    options = types.SimpleNamespace(checks=("default",))
+    machine = H200
+    catalogue = types.SimpleNamespace(kernel=lambda name: Fake())
+
+    def __init__(self, *reasons: str) -> None:
+        self._reasons = list(reasons)
+
+    def verify(self, kernel: str, case: Case, checks: object) -> Verification:
+        return Verification(Wrong(self._reasons.pop(0)))
+
+
+def test_known_failure_does_not_end_the_search_and_another_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_failures, "load", lambda: (entry(),))
+    search = Search(_Verdicts(WRONG.reason, "truth: dv: 5 times its limit"), "fake")  # type: ignore[arg-type]  # what it asks of a session
+    search.example(CASE)
+    assert search.excused is not None and search.failed is None
+    with pytest.raises(CheckFailed):
+        search.example(Case(mask=Causal(9, 4), dtype="bf16"))
+    assert search.failed is not None and search.excused[0] == CASE
+
+
+def test_unknown_condition_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="did you mean 'rows without keys'"):
+        entry(only="rows without key")
+
+
 def test_shipped_entries_are_about_kernels_and_cases_that_exist() -> None:
     for known in load():
         assert known.kernel in KERNELS, known.name
         assert known.mask in (ANY, *MASKS), known.name
-        parse_case(known.case)
+        assert known.concerns(parse_case(known.case)), known.name
