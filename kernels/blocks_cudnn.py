@@ -55,7 +55,10 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Any:
 
 
 class CudnnBlock(VarlenBlock):
-    """cuDNN's fused attention, one call a round: BHSD views for one run, THD for several."""
+    """cuDNN's fused attention, one call a round: BHSD views for one run, THD for several.
+
+    cuDNN leaves rows without keys unwritten, so the rows and keys of several runs are packed, and results put back in their places.
+    """
 
     name = "cudnn"
     capabilities = replace(Cudnn.capabilities, masks=INTERVALS)
@@ -63,13 +66,15 @@ class CudnnBlock(VarlenBlock):
     def round_forward(self, q: Tensor, k: Tensor, v: Tensor, call: Round, scale: float) -> tuple[Tensor, Tensor]:
         import cudnn.sdpa.fwd.torch_op  # noqa: F401  # registers the operators
 
-        mask = _mask(call)
         if call.is_dense:
-            out, stats = torch.ops.cudnn.sdpa_fwd(*(_bhsd(x) for x in (q, k, v)), scale, return_lse=True, **mask)
+            out, stats = torch.ops.cudnn.sdpa_fwd(*(_bhsd(x) for x in (q, k, v)), scale, return_lse=True, **_mask(call))
             return out[0].transpose(0, 1), stats[0, ..., 0]
-        out, stats = torch.ops.cudnn.sdpa_fwd(aligned(q), aligned(k), aligned(v), scale, return_lse=True, **mask, **_lengths(call))
-        lse = stats[..., 0].T.contiguous()
-        return out, lse.masked_fill_(lse == torch.inf, -torch.inf)
+        rows, keys = call.members
+        packed, operands = call.without_gaps, (q[rows], k[keys], v[keys])
+        out, stats = torch.ops.cudnn.sdpa_fwd(*operands, scale, return_lse=True, **_mask(call), **_lengths(packed))
+        lse = stats.new_full((len(q), q.shape[1]), -torch.inf)
+        lse[rows] = stats[..., 0]
+        return _spread(out, rows, len(q)), lse.T.contiguous()
 
     def round_backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Round, scale: float
@@ -77,17 +82,24 @@ class CudnnBlock(VarlenBlock):
         from cudnn.sdpa.fwd.torch_op import thd_lse_to_padded
 
         mask = _mask(call)
-        do, out = do.contiguous(), out.contiguous()  # cuDNN wants the same strides for both
         flags = (scale, mask["is_causal"], mask["causal_bottom_right"], mask["window_left"], mask["window_right"], None)
         if call.is_dense:
-            operands = (_bhsd(x) for x in (do, q, k, v, out))
+            operands = (_bhsd(x) for x in (do.contiguous(), q, k, v, out.contiguous()))  # cuDNN wants do and out of the same strides
             grads = torch.ops.cudnn.sdpa_bwd(*operands, lse[None, ..., None], *flags, None, None, 0, 0)
             dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
             return dq, dk, dv
-        lengths = _lengths(call)
-        padded = thd_lse_to_padded(lse.T.contiguous(), call.cu_seqlens_q, call.max_seqlen_q)
-        dq, dk, dv = torch.ops.cudnn.sdpa_bwd(do, aligned(q), aligned(k), aligned(v), out, padded, *flags, *lengths.values())
-        return dq, dk, dv
+        rows, keys = call.members
+        packed = call.without_gaps
+        padded = thd_lse_to_padded(lse.T[rows], packed.cu_seqlens_q, packed.max_seqlen_q)
+        dq, dk, dv = torch.ops.cudnn.sdpa_bwd(do[rows], q[rows], k[keys], v[keys], out[rows], padded, *flags, *_lengths(packed).values())
+        return _spread(dq, rows, len(q)), _spread(dk, keys, len(k)), _spread(dv, keys, len(v))
+
+
+def _spread(x: Tensor, places: Tensor, total: int) -> Tensor:
+    """`x` at its places among `total` rows, 0 elsewhere."""
+    whole = x.new_zeros(total, *x.shape[1:])
+    whole[places] = x
+    return whole
 
 
 def _bhsd(x: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ A row that sees no key lies in a sequence without keys (see `Round`): FA2 writes
 backward such rows meet no key, so their lse does not matter. Dtypes bf16 and fp16, head_dim a multiple of 8.
 """
 
-import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pytest_longca.errors import DidNotRun
-from pytest_longca.kernels.fa2 import EXTENSION, Fa2, compiled_head_dim
+from pytest_longca.kernels.fa2 import Fa2, is_package, missing_size
 from pytest_longca.outcome import Unsupported
 from pytest_longca.parallel.kernel import INTERVALS, VarlenBlock
 from pytest_longca.parallel.segment import Round
@@ -39,7 +38,8 @@ class Fa2Block(VarlenBlock):
 
     def __init__(self) -> None:
         # A build with fewer head dims runs a larger one with wrong results and no word.
-        self.capabilities = replace(Fa2.capabilities, masks=INTERVALS, head_dims=range(8, compiled_head_dim() + 1, 8))
+        head_dims = tuple(size for size in Fa2.capabilities.head_dims if missing_size(size) is None)
+        self.capabilities = replace(Fa2.capabilities, masks=INTERVALS, head_dims=head_dims)
 
     def round_forward(self, q: Tensor, k: Tensor, v: Tensor, call: Round, scale: float) -> tuple[Tensor, Tensor]:
         from flash_attn import flash_attn_interface as fa2
@@ -104,7 +104,7 @@ class TorchFa2Block(VarlenBlock):
 
 def fa2_block() -> VarlenBlock:
     """The flash-attn package's FA2 where it is installed, else PyTorch's."""
-    return Fa2Block() if importlib.util.find_spec(EXTENSION) else TorchFa2Block()
+    return Fa2Block() if is_package() else TorchFa2Block()
 
 
 class Fa3Block(VarlenBlock):

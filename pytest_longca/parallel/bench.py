@@ -75,7 +75,7 @@ class Bench:
     started: float = field(default_factory=time.monotonic)
     rows: list[Row] = field(default_factory=list)
     alone_rate: dict[tuple[int, str, str, str], float] = field(default_factory=dict)
-    verified: dict[tuple[str, str, str, str], Outcome] = field(default_factory=dict)
+    verified: dict[tuple[str, ...], Outcome] = field(default_factory=dict)
 
     def run(self) -> None:
         """Every cell that fits the time."""
@@ -121,16 +121,21 @@ class Bench:
 
     def _alone(self, tokens: int, mask: str, name: str) -> Result:
         case = self.settings.case(mask, tokens, shares=self.settings.world)
+        kernel = self._kernel(name, case)
+        self._require((mask, name), lambda short: _alone_verdict(self.world, short, kernel))
         if self.world.is_staged:
-            raise DidNotRun(NotVerified("ranks share a GPU: nothing is timed"))
-        measured = measure_alone(self.world, case, self._kernel(name, case), self.settings.effort)
+            raise DidNotRun(NotVerified("right on a short case, but not timed: ranks share a GPU"))
+        measured = measure_alone(self.world, case, kernel, self.settings.effort)
         return Result(case, measured, None, {"what": "the kernel alone, a rank's share of the heads"})
 
     def _shared(self, tokens: int, mask: str, name: str, sharing: Sharing) -> Result:
         case = self.settings.case(mask, tokens)
         kernel = self._kernel(name, case)
         check(case, sharing)
-        self._verify(mask, name, sharing, kernel)
+        self._require((mask, name), lambda short: _alone_verdict(self.world, short, kernel))
+        if not self.is_simulated:
+            key = mask, name, sharing.mechanism, sharing.layout_name
+            self._require(key, lambda short: _verdict(self.world, short, sharing, kernel))
         if self.world.is_staged:
             raise DidNotRun(NotVerified("right on a short case, but not timed: ranks share a GPU"))
         shards = shards_of(case, sharing)
@@ -173,14 +178,10 @@ class Bench:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=self.settings.world)
         return World(rank, self.settings.world, self.world.device, is_connected=False)
 
-    def _verify(self, mask: str, name: str, sharing: Sharing, kernel: BlockKernel) -> None:
-        """Raise DidNotRun unless the mechanism is right on a short case of the same mask: its errors at most twice the kernel's own."""
-        if self.is_simulated:
-            return
-        key = mask, name, sharing.mechanism, sharing.layout_name
+    def _require(self, key: tuple[str, ...], judge: Callable[[Case], Outcome]) -> None:
+        """Raise DidNotRun unless what `key` (mask, kernel, mechanism, layout) names is right on a short case of the mask; judged once."""
         if key not in self.verified:
-            case = self.settings.case(mask, self.settings.check_tokens)
-            self.verified[key] = _verdict(self.world, case, sharing, kernel)
+            self.verified[key] = judge(self.settings.case(key[0], self.settings.check_tokens))
         outcome = self.verified[key]
         if not isinstance(outcome, Passed):
             raise DidNotRun(outcome)
@@ -262,7 +263,7 @@ def _verdict(world: World, case: Case, sharing: Sharing, kernel: BlockKernel) ->
     shards = shards_of(case, sharing)
     inputs = make_inputs(case, world.device)
     whole = assemble(world, case, shards, run_share(bind(case, sharing, world, kernel, shards), inputs, shards.of_rank(world.rank)))
-    ratio, worst = 0.0, ""
+    ratio, worst = 0.0, "a tensor"
     if world.rank == 0:
         ours = compare(case, inputs, whole)["rms"]
         alone = compare(case, inputs, single_device(world, case, kernel, inputs))["rms"]
@@ -273,7 +274,16 @@ def _verdict(world: World, case: Case, sharing: Sharing, kernel: BlockKernel) ->
     (ratio,) = world.slowest([ratio])
     if ratio <= ERROR_RATIO:
         return Passed()
-    return Wrong(f"{worst or 'a tensor'} is {ratio:.3g} times as far from the reference as the kernel alone: at most {ERROR_RATIO:g}")
+    return Wrong(f"{worst} is {ratio:.3g} times as far from the reference as the kernel alone: at most {ERROR_RATIO:g}")
+
+
+def _alone_verdict(world: World, case: Case, kernel: BlockKernel) -> Outcome:
+    """Passed where the kernel on one device, through the same segments, is within its limits on every rank."""
+    inputs = make_inputs(case, world.device)
+    verdicts = compare(case, inputs, single_device(world, case, kernel, inputs))["verdicts"]
+    worst = max(verdicts, key=lambda verdict: float(verdict["error_over_limit"]))
+    (ratio,) = world.slowest([worst["error_over_limit"]])
+    return Passed() if ratio <= 1 else Wrong(f"the kernel alone: {worst['tensor']} is {ratio:.3g} times its limit: {worst['message']}")
 
 
 def _facts(case: Case, sharing: Sharing, shards: Shards) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def run_parallel(
     timeout_s: float = 60.0,
     target: str = JUDGE,
 ) -> dict[str, Any]:
-    """Rank 0's figures of a case (`errors`, `rms`: tensor to number) and every rank's `traffic`.
+    """Rank 0's figures of a case (`verdicts`; `errors`, `rms`: tensor to number) and every rank's `traffic`.
 
     Raises InvalidArgument before any process starts, DidNotRun if the kernel refuses or a rank died, raised or hung.
     """

@@ -91,7 +91,11 @@ def assemble(world: World, case: Case, shards: Shards, local: dict[str, Tensor])
 
 
 def compare(case: Case, inputs: Inputs, whole: dict[str, Tensor]) -> dict[str, Any]:
-    """Largest and root-mean-square error of each tensor against the single-device reference; infinite if anything is not finite."""
+    """Against the single-device reference: `verdicts`, and largest (`errors`) and root-mean-square error (`rms`) of each tensor.
+
+    Errors are infinite if anything is not finite. A verdict has tensor, error_over_limit (of one device) and message.
+    """
+    from pytest_longca.judge import Result, judge
     from pytest_longca.reference import cached_reference
 
     reference = cached_reference(case, inputs, inputs.q.device)
@@ -101,7 +105,10 @@ def compare(case: Case, inputs: Inputs, whole: dict[str, Tensor]) -> dict[str, A
         difference = (found - truth).masked_fill(found == truth, 0)  # -inf where both are
         errors[name] = float(difference.abs().max()) if bool(difference.isfinite().all()) else float("inf")
         rms[name] = float(difference.square().mean().sqrt()) if errors[name] != float("inf") else float("inf")
-    return {"errors": errors, "rms": rms}
+    out, lse, dq, dk, dv = (whole[name][None] if name in whole else None for name in TENSORS)
+    verdicts = judge(case, inputs, reference, Result(out, lse, dq, dk, dv))
+    kept = [{"tensor": verdict.tensor, "error_over_limit": verdict.error_over_limit, "message": verdict.message} for verdict in verdicts]
+    return {"errors": errors, "rms": rms, "verdicts": kept}
 
 
 def _everyone(world: World) -> Channel:

@@ -87,6 +87,23 @@ class Round:
         return torch.tensor(np.cumsum(lengths), dtype=torch.int32, device=self.device)
 
     @cached_property
+    def members(self) -> tuple[Tensor, Tensor]:
+        """The rows and the keys of the runs, as positions in the slices: for backends that take no sequence without keys or queries."""
+        rows = [torch.arange(run.q0, run.q1) - self.rows.start for run in self.runs]
+        keys = [torch.arange(run.k0, run.k1) - self.keys.start for run in self.runs]
+        return torch.cat(rows).to(self.device), torch.cat(keys).to(self.device)
+
+    @cached_property
+    def without_gaps(self) -> "Round":
+        """The same runs, packed one behind the other: the call on what `members` select."""
+        packed, q, k = [], 0, 0
+        for run in self.runs:
+            n, m = run.q1 - run.q0, run.k1 - run.k0
+            packed.append(Run(q, q + n, k, k + m, run.left, run.right))
+            q, k = q + n, k + m
+        return Round(tuple(packed), self.device)
+
+    @cached_property
     def max_seqlen_q(self) -> int:
         return max(pair[0] for pair in self.lengths)
 

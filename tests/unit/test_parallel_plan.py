@@ -113,6 +113,20 @@ def assert_rounds_are_exact(segment: Segment) -> None:
     assert torch.equal(total, segment.dense().to(torch.int64))
 
 
+def test_gaps_of_a_round_can_be_packed_away() -> None:
+    intervals = torch.tensor([[(2, 4), (0, 0)], [(0, 0), (0, 0)], [(5, 8), (0, 0)], [(5, 9), (0, 0)]], dtype=torch.int32)
+    gaps = [call for call in Segment(intervals, 9).rounds if not call.is_dense]
+    for call in gaps:
+        rows, keys = call.members
+        packed = call.without_gaps
+        assert packed.lengths == tuple((run.q1 - run.q0, run.k1 - run.k0) for run in call.runs) and packed.window == call.window
+        count = cells(packed, len(rows), len(keys))
+        whole = torch.zeros(call.rows.stop, call.keys.stop, dtype=torch.int64)
+        whole[(call.rows.start + rows)[:, None], (call.keys.start + keys)[None, :]] = count
+        assert torch.equal(whole, cells(call, call.rows.stop, call.keys.stop))
+    assert gaps
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_rounds_are_exact_for_any_intervals(data: st.DataObject) -> None:
