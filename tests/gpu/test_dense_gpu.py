@@ -3,6 +3,7 @@
     PYTHONPATH=.:$SITE python tests/gpu/test_dense_gpu.py [--kernels fa2,fa4] [--shapes gqa64,gqa128] [--seconds 500] [--json FILE]
 
 Each cell is printed as soon as it is known: the worst error over its limit, or why there is none. Nothing stops at the first failure.
+With --known the entries of the known-failures file are tried instead, each on its case and on smaller ones.
 """
 
 import argparse
@@ -74,6 +75,7 @@ def judged(name: str, case: Any, machine: Any) -> dict[str, Any]:
     from pytest_longca.case import Direction
     from pytest_longca.catalogue import KERNELS, load
     from pytest_longca.checks import verify
+    from pytest_longca.known_failures import find
 
     kernel = load(KERNELS[name])()
     if missing := kernel.missing():
@@ -88,6 +90,8 @@ def judged(name: str, case: Any, machine: Any) -> dict[str, Any]:
         text = f"{worst:.2f} {tensor}{refused}"
     elif kind == "unsupported" and kernel.supports(case, machine) is None:
         kind = "refused"  # by the backend, after the adapter had declared it
+    elif entry := find(kernel, case, machine, verification.outcome):
+        kind, text = "known_wrong", f"{entry.name}: {text}"
     return {"kind": kind, "text": text, "worst": verification.worst, "facts": verification.facts, "case": case.id}
 
 
@@ -103,6 +107,7 @@ def ran(name: str, case: Any, machine: Any) -> dict[str, Any]:
 
 def work(kernels: tuple[str, ...], shapes: tuple[str, ...], start: int, deadline: float) -> None:
     """Judge the cells from number `start` on; a line of JSON before and after each."""
+    from pytest_longca.ids import parse_case
     from pytest_longca.jobs import find_machine
 
     machine = find_machine()
@@ -120,12 +125,53 @@ def work(kernels: tuple[str, ...], shapes: tuple[str, ...], start: int, deadline
             found = judged(name, case, machine)
             if found["kind"] == "passed" and name not in profiled:
                 profiled.add(name)
-                found |= ran(name, dataclasses.replace(case, direction="fwd") if "forward;" in found["text"] else case, machine)
+                found |= ran(name, parse_case(found["case"]), machine)
         except Exception as error:
             found = {"kind": "crashed", "text": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc(limit=-6)}
         tell(about | found | {"seconds": round(time.monotonic() - began, 2)})
         if found["kind"] == "crashed" and is_dead(machine):
             return
+
+
+def smaller(case: Any) -> Iterator[Any]:
+    """The case itself, then cases of the same mask (one that its lengths describe), tiny to large, one head, forward alone or both ways."""
+    from pytest_longca.case import Case, Direction
+
+    yield case
+    for lengths in ((3, 2), (16, 8), (33, 32), (65, 64), (129, 64), (200, 128), (500, 400)):
+        for direction in (Direction.FWD, Direction.FWD_BWD):
+            yield Case(mask=type(case.mask)(*lengths), head_dim=64, dtype=case.dtype, direction=direction)
+
+
+def try_known_failures() -> int:
+    """Every entry that is due here, on its own case and on smaller ones; how many entries are stale."""
+    from pytest_longca.catalogue import KERNELS, load
+    from pytest_longca.ids import parse_case
+    from pytest_longca.jobs import find_machine
+    from pytest_longca.known_failures import due, stale
+
+    machine, num_stale = find_machine(), 0
+    for name in KERNELS:
+        kernel = load(KERNELS[name])()
+        for entry in [] if kernel.missing() else due(kernel, machine):
+            outcomes = {case.id: outcome_of(kernel, case, machine) for case in smaller(parse_case(entry.case))}
+            failing = [case for case, outcome in list(outcomes.items())[1:] if entry.describes(outcome)]
+            no_longer = stale(entry, next(iter(outcomes.values())))
+            num_stale += no_longer is not None
+            print(f"KNOWN {entry.name}: {no_longer or 'still so'}; the smallest case that fails is {failing[0] if failing else 'its own'}")
+            for case, outcome in outcomes.items():
+                print(f"      {case}: {str(outcome)[:160]}")
+    return num_stale
+
+
+def outcome_of(kernel: Any, case: Any, machine: Any) -> Any:
+    from pytest_longca.checks import verify
+    from pytest_longca.outcome import Crashed
+
+    try:
+        return verify(kernel, case, machine, ("count", "truth")).outcome
+    except Exception as error:
+        return Crashed(f"{kernel.name} raised {type(error).__name__}: {str(error)[:300]}")
 
 
 def is_dead(machine: Any) -> bool:
@@ -197,7 +243,10 @@ def show(line: dict[str, Any]) -> None:
 
 def table(lines: list[dict[str, Any]]) -> str:
     """Kernels by masks: the worst error over its limit of all shapes, or the worst outcome."""
-    severity = ("crashed", "wrong", "timed_out", "out_of_memory", "refused", "not_verified", "passed", "unsupported", "not_installed")
+    severity = (
+        *("crashed", "wrong", "timed_out", "out_of_memory", "refused", "known_wrong"),
+        *("not_verified", "passed", "unsupported", "not_installed"),
+    )
     names = list(dict.fromkeys(line["mask"] for line in lines))
     rows = [f"{'':14} " + " ".join(f"{name[:10]:>10}" for name in names)]
     for kernel in dict.fromkeys(line["kernel"] for line in lines):
@@ -234,8 +283,11 @@ def main() -> int:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--known", action="store_true", help="try the known failures, and smaller cases of them")
     parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.known:
+        return try_known_failures()
     kernels, shapes = tuple(options.kernels.split(",")), tuple(options.shapes.split(","))
     if options.work is not None:
         work(kernels, shapes, options.work, time.monotonic() + options.seconds)
