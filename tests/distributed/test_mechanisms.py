@@ -71,7 +71,7 @@ def test_ids_travel_as_the_plan_says(pools: Pools, mesh: str) -> None:
 
 
 def expected_traffic(case: Case, mesh: Mesh, gathers: bool) -> dict[str, int]:
-    """Bytes and messages that a rank sends in one forward and backward: the study's formulas, for equal shares."""
+    """Bytes and messages that a rank sends in one forward and backward: the formulas of docs/context-parallel.md, for equal shares."""
     size = 8
     tokens, width = case.seqlen_q // mesh.size, case.head_dim
     q, kv = case.heads_q * width, max(case.heads_kv, mesh.heads) * width
