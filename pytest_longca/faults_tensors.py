@@ -237,7 +237,7 @@ def _low_precision_softmax(inner: Kernel, case: Case, inputs: Inputs) -> Call:
 
 
 def _padding_overflows(inner: Kernel, case: Case, inputs: Inputs) -> Call:
-    """The backward scores padded keys 0 instead of -inf: exp(0 - lse) overflows fp32 where lse is low, and infinity times a zero key is NaN."""
+    """The backward scores padded keys 0 instead of -inf: exp(0 - lse) overflows where lse is low, and infinity times a zero key is NaN."""
     call = inner.bind(case, inputs)
     kept: list[Tensor] = []
 

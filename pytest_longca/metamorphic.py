@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from pytest_longca.case import Direction, Layout
 from pytest_longca.inputs import Inputs
 from pytest_longca.judge import Result
 from pytest_longca.mask import Mask
-from pytest_longca.subject import Finding, Subject
+from pytest_longca.subject import TENSORS, Finding, Subject
 
 PLAIN = (Layout.CONTIGUOUS,) * 4
 
@@ -146,8 +147,8 @@ RELATIONS: dict[str, Relation] = {
 
 def _map(result: Result, change: Callable[[str, Tensor], Tensor]) -> Result:
     """A result with each present tensor changed."""
-    names = ("out", "lse", "dq", "dk", "dv")
-    return Result(**{name: None if (x := getattr(result, name)) is None else change(name, x) for name in names})
+    changed: dict[str, Any] = {name: change(name, x) for name in TENSORS if (x := getattr(result, name)) is not None}
+    return replace(result, **changed)
 
 
 def _patch(whole: Result, part: Result, view: Callable[[str, Tensor], Tensor]) -> Result:

@@ -6,6 +6,7 @@ Both answer many rows in one call: copies of the case along the batch, each with
 from dataclasses import dataclass, replace
 from math import log
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ EXHAUSTIVE_SCORES = 2**20
 SAMPLED_SCORES = 2**16
 """Scores of one call of P2 where that is too much: a quarter of a MiB in fp32, some milliseconds on a CPU core."""
 FEWEST_ROWS = 4
+INTERPRETED_TILES = 48
+"""Tiles of one call of P2 to a kernel in Triton's interpreter, where each takes milliseconds."""
+TILE = 32
 
 
 def count(subject: Subject) -> list[Finding]:
@@ -154,7 +158,8 @@ def run_copies(subject: Subject, case: Case, inputs: Inputs) -> Result:
     for start in range(0, total, case.batch):
         part = slice(start, start + case.batch)
         parts.append(subject.run(case, Inputs(inputs.q[part], inputs.k[part], inputs.v[part], inputs.do[part])))
-    return Result(**{name: _cat([getattr(part, name) for part in parts]) for name in TENSORS})
+    joined: dict[str, Any] = {name: _cat([getattr(part, name) for part in parts]) for name in TENSORS}
+    return replace(parts[0], **joined)
 
 
 def _cat(tensors: list[Tensor | None]) -> Tensor | None:
@@ -184,22 +189,28 @@ def support(subject: Subject) -> list[Finding]:
     case = replace(subject.case, direction=Direction.FWD_BWD, layouts=(Layout.CONTIGUOUS,) * 4)
     if case.mask.batch == 1:
         case = replace(case, batch=1)
-    chosen = _choose_rows(case)
+    chosen = _choose_rows(case, INTERPRETED_TILES if subject.is_slow else None)
     inputs, asked = _support_inputs(case, chosen, subject.machine.device)
     result = run_copies(subject, case, inputs)
     return _judge_support(case, asked, inputs, result)
 
 
-def _choose_rows(case: Case) -> list[tuple[int, int]]:
-    """The (row, head) pairs to ask about: all of them if one call holds them, else edges, tile edges and random ones."""
+def _choose_rows(case: Case, tiles: int | None = None) -> list[tuple[int, int]]:
+    """The (row, head) pairs to ask about: all of them if one call holds them, else edges, tile edges and random ones.
+
+    `tiles` limits the call of a slow kernel.
+    """
     everything = [(row, head) for head in range(case.heads_q) for row in range(case.seqlen_q)]
     scores = 2 * case.batch * case.heads_q * case.seqlen_q * case.seqlen_kv
-    if len(everything) * scores <= EXHAUSTIVE_SCORES:
+    affordable = max(FEWEST_ROWS, SAMPLED_SCORES // scores)
+    if tiles is not None:
+        affordable = max(2, tiles // (2 * case.batch * case.heads_q * -(-case.seqlen_q // TILE) * -(-case.seqlen_kv // TILE)))
+    elif len(everything) * scores <= EXHAUSTIVE_SCORES:
         return everything
     rng = Random(case.seed)
     edges = sorted({row for tile in (16, 64, 128, case.seqlen_q) for row in (0, tile - 1, tile) if row < case.seqlen_q})
     pairs = [(row, rng.randrange(case.heads_q)) for row in edges] + rng.sample(everything, min(len(everything), len(edges)))
-    return rng.sample(pairs, min(len(pairs), max(FEWEST_ROWS, SAMPLED_SCORES // scores)))
+    return rng.sample(pairs, min(len(pairs), affordable))
 
 
 def _support_inputs(case: Case, chosen: list[tuple[int, int]], device: str) -> tuple[Inputs, Support]:

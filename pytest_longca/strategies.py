@@ -21,6 +21,7 @@ from pytest_longca.errors import InvalidArgument, unknown_name
 from pytest_longca.kernel import Capabilities, Kernel
 from pytest_longca.machine import CPU, Machine
 from pytest_longca.mask import Form, Mask
+from pytest_longca.subject import is_interpreted
 
 TILE_EDGES = tuple(tile + step for tile in (16, 32, 64, 128) for step in (-1, 0, 1))
 """Lengths where tiles begin and end."""
@@ -41,8 +42,11 @@ INTERPRETED_SCORES = 4_000
 KERNEL_BLOCKS = (64, 128)
 """Block sizes of the kernels that take only one."""
 MOST_BLOCKS = 4
+INTERPRETED_BLOCK = 16
 PROBE_LENGTHS = tuple(range(12, 21))
 PROBE_EDGES = (65, 129)
+INTERPRETED_LENGTHS = (17, 35)
+"""The lengths of the probes of a kernel in Triton's interpreter, each once."""
 
 MaskClass = type[Mask]
 
@@ -99,13 +103,17 @@ class _Pools:
         self.values, self.layouts = tuple(values), tuple(layouts)
         self.dtypes = _some("dtype", [dtype for dtype in DTYPES if dtype in dtypes and dtype in can.dtypes], kernel, dtypes)
         self.head_dims = [dim for dim in HEAD_DIMS if dim in can.head_dims] or [can.head_dims[0]]
-        self.groups = GROUPS if can.gqa else (1,)
+        self.groups: tuple[int, ...] = GROUPS if can.gqa else (1,)
         self.unequal_head_dims = can.unequal_head_dims
         self.shortest = 0 if can.empty_sequences else 1
         wanted = [d for d in directions if can.backward or not d.needs_backward] or [Direction.FWD]
         self.directions = wanted
         self.is_compiled = kernel is not None and kernel.compiles_per_shape and machine.device == "cuda"
-        self.scores = INTERPRETED_SCORES if kernel is not None and kernel.is_triton and machine.device == "cpu" else SCORES
+        self.heads_kv: tuple[int, ...] = HEADS_KV
+        self.batches, self.scores = 3, SCORES
+        self.is_interpreted = kernel is not None and is_interpreted(kernel, machine)
+        if self.is_interpreted:  # its programs are counted, not their sizes
+            self.groups, self.heads_kv, self.batches, self.scores = self.groups[:3], HEADS_KV[:2], 2, INTERPRETED_SCORES
 
 
 def _some(what: str, left: list[Any], kernel: Kernel | None, wanted: Sequence[Any]) -> list[Any]:
@@ -118,8 +126,8 @@ def _some(what: str, left: list[Any], kernel: Kernel | None, wanted: Sequence[An
 @st.composite
 def _cases(draw: DrawFn, classes: list[MaskClass], pools: _Pools) -> Case:
     cls = draw(st.sampled_from(classes))
-    group, heads_kv = draw(st.sampled_from(pools.groups)), draw(st.sampled_from(HEADS_KV))
-    batch = draw(st.integers(1, 3))
+    group, heads_kv = draw(st.sampled_from(pools.groups)), draw(st.sampled_from(pools.heads_kv))
+    batch = draw(st.integers(1, pools.batches))
     longest = min(pools.max_seqlen, max(1, isqrt(pools.scores // (batch * group * heads_kv))))
     mask = _draw_mask(draw, cls, pools, longest)
     if mask.heads > 1:
@@ -151,7 +159,22 @@ def _draw_mask(draw: DrawFn, cls: MaskClass, pools: _Pools, longest: int) -> Mas
     rng = draw(st.randoms(use_true_random=False))
     if Form.BLOCK_MAP in cls.forms:  # such a mask needs at least one token
         seqlen, sizes = max(1, seqlen), {name: max(1, size) for name, size in sizes.items()}
-    return cls.sample(rng, seqlen, **sizes)
+    mask = cls.sample(rng, seqlen, **sizes)
+    return _coarse(mask) if pools.is_interpreted else mask
+
+
+def _coarse(mask: Mask) -> Mask:
+    """The mask, or if it has many blocks one of few: a kernel in Triton's interpreter pays for each."""
+    cls = type(mask)
+    if Form.BLOCK_MAP not in cls.forms or mask.seqlen_q * mask.seqlen_kv == 0 or num_blocks(mask) <= MOST_BLOCKS**2:
+        return mask
+    size = INTERPRETED_BLOCK
+    return cls.default(size * min(MOST_BLOCKS, -(-mask.seqlen_q // size)), mask.seqlen_q, block_size=size)  # type: ignore[call-arg]  # a block mask's
+
+
+def num_blocks(mask: Mask) -> int:
+    """Blocks of a block mask's map, of one head."""
+    return len(mask.sizes_q()) * len(mask.sizes_kv())  # type: ignore[attr-defined]  # block masks have them
 
 
 def _lengths(pools: _Pools, longest: int) -> SearchStrategy[int]:
@@ -220,18 +243,23 @@ def probe_cases(mask: str | MaskClass, kernel: Kernel, machine: Machine = CPU) -
 
 
 def _probe_masks(cls: MaskClass, kernel: Kernel, machine: Machine) -> Iterator[Mask]:
-    lengths = COMPILED_LENGTHS if kernel.compiles_per_shape and machine.device == "cuda" else PROBE_LENGTHS + PROBE_EDGES
-    for number, seqlen in enumerate(seqlen for seqlen in lengths for _ in range(2)):
+    lengths, times = PROBE_LENGTHS + PROBE_EDGES, 2
+    if kernel.compiles_per_shape and machine.device == "cuda":
+        lengths = COMPILED_LENGTHS
+    elif is_interpreted(kernel, machine):
+        lengths, times = INTERPRETED_LENGTHS, 1
+    for number, seqlen in enumerate(seqlen for seqlen in lengths for _ in range(times)):
         rng = Random(f"{cls.name}:{number}")
         sizes = {"seqlen_kv": rng.choice(lengths)} if number % 2 and cls.unequal_lengths else {}
-        yield cls.sample(rng, seqlen, **sizes)
+        mask = cls.sample(rng, seqlen, **sizes)
+        yield _coarse(mask) if is_interpreted(kernel, machine) else mask
 
 
 def _probe_case(mask: Mask, kernel: Kernel, machine: Machine, seed: int) -> Case | None:
     """The first form of a probe case that the kernel supports: both passes before one, grouped heads before equal, fp32 before half."""
-    for direction, group, dtype, head_dim in product(
-        (Direction.FWD_BWD, Direction.FWD), (3, 2, 1), ("fp32", "bf16", "fp16"), (32, 64, 128)
-    ):
+    groups = (2, 1) if is_interpreted(kernel, machine) else (3, 2, 1)
+    directions, dtypes, head_dims = (Direction.FWD_BWD, Direction.FWD), ("fp32", "bf16", "fp16"), (32, 64, 128)
+    for direction, group, dtype, head_dim in product(directions, groups, dtypes, head_dims):
         heads_kv, group = split_heads(mask.heads, group) if mask.heads > 1 else (2, group)
         case = Case(
             mask=mask,

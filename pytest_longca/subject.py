@@ -40,6 +40,11 @@ class Finding:
         return f"{self.check}: {self.tensor}: {self.message}"
 
 
+def is_interpreted(kernel: Kernel, machine: Machine) -> bool:
+    """Whether the kernel runs in Triton's interpreter, some milliseconds a tile."""
+    return kernel.is_triton and machine.device == "cpu"
+
+
 class Malformed(CheckFailed):
     """A kernel returned something that is no result: the wrong shape, dtype or type."""
 
@@ -79,6 +84,11 @@ class Subject:
         """The same kernel on another case."""
         return Subject(self.kernel, case, self.machine)
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether a call takes seconds: then checks make do with fewer of them."""
+        return is_interpreted(self.kernel, self.machine)
+
     def supports(self, case: Case) -> bool:
         """Whether the kernel declares that it can do the case on this machine."""
         return self.kernel.supports(case, self.machine) is None
@@ -92,7 +102,7 @@ class Subject:
             if self.machine.device == "cuda":
                 torch.cuda.synchronize()
         self.facts.update(call.facts)
-        return Result(out, lse, dq, dk, dv, sums_in_dtype=SUMS_IN_DTYPE in call.facts)
+        return as_result(call, out, lse, dq, dk, dv)
 
     def judge(self, result: Result) -> list[Verdict]:
         """The verdicts on a result of this case's own values."""
@@ -124,6 +134,11 @@ def _place(verdict: Verdict, group: int) -> dict[str, Any] | None:
     if verdict.tensor in ("dk", "dv"):
         return {"batch": place.batch, "head": place.head * group, "keys": among}
     return {"batch": place.batch, "head": place.head, "rows": among}
+
+
+def as_result(call: Call, out: Tensor, lse: Tensor | None, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> Result:
+    """What a call gave, with what it declares about its sums."""
+    return Result(out, lse, dq, dk, dv, sums_in_dtype=SUMS_IN_DTYPE in call.facts)
 
 
 def same_bits(one: Result, two: Result) -> bool:

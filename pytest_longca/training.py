@@ -1,6 +1,6 @@
 """P13 and P11: what breaks only inside a model (partial gradients, checkpointing, streams, graphs) or in the long run (memory)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -55,7 +55,13 @@ def differentiate(subject: Subject, attend: Attend, needed: tuple[bool, ...] = (
         if subject.machine.device == "cuda":
             torch.cuda.synchronize()
     grads = [next(found) if need else None for need in needed]
-    return Result(out.detach(), None if lse is None else lse.detach(), *grads)
+    return _given(subject, out, lse, grads)
+
+
+def _given(subject: Subject, out: Tensor, lse: Tensor | None, grads: Sequence[Tensor | None]) -> Result:
+    """A result of the same kernel, which declares the same about its sums."""
+    dq, dk, dv = grads
+    return replace(subject.result, out=out.detach(), lse=None if lse is None else lse.detach(), dq=dq, dk=dk, dv=dv)
 
 
 def _complete(subject: Subject, partial: Result) -> Result:
@@ -96,7 +102,7 @@ def _in_graph(subject: Subject, attend: Attend) -> Result:
                 leaf.copy_(x)
         graph.replay()
         torch.cuda.synchronize()
-    return Result(out.detach(), None if lse is None else lse.detach(), *grads)
+    return _given(subject, out, lse, grads)
 
 
 def resources(subject: Subject) -> list[Finding]:
