@@ -18,6 +18,7 @@ class Mark:
 
 
 FORWARD_ONLY = "forward_only"
+UNTIMED = "untimed"
 
 MARKS: dict[str, Mark] = {
     "wrong": Mark("WRONG", "red", "disagrees with the reference"),
@@ -28,6 +29,7 @@ MARKS: dict[str, Mark] = {
     "not_verified": Mark("?", "yellow", "nothing was judged"),
     "passed": Mark("ok", "green", "outputs and gradients passed"),
     FORWARD_ONLY: Mark("fwd", "green", "passed, forward only"),
+    UNTIMED: Mark("ok*", "green", "passed, and not timed: the reason is told"),
     "unsupported": Mark("-", "blue", "not supported"),
     "not_installed": Mark("absent", "blue", "not installed"),
 }
@@ -85,11 +87,20 @@ def _ordered(names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
 
 
 def cell_kind(records: Sequence[Record]) -> str:
-    """The outcome that stands for a cell: the gravest, and "forward only" where no backward was ever judged."""
-    kinds = {record.kind for record in records}
+    """The outcome that stands for a cell: the gravest. What passed may be forward only, or lack nothing but a time."""
+    passed = [record for record in records if record.kind == "passed"]
+    judged = [record for record in records if not _lacks_a_time(record)] if passed else records
+    kinds = {record.kind for record in judged}
     kind = next(kind for kind in MARKS if kind in kinds)
-    directions = {record.direction for record in records if record.kind == "passed"}
-    return FORWARD_ONLY if kind == "passed" and directions == {"fwd"} else kind
+    if kind != "passed":
+        return kind
+    if {record.direction for record in passed} == {"fwd"}:
+        return FORWARD_ONLY
+    return UNTIMED if len(judged) < len(records) else kind
+
+
+def _lacks_a_time(record: Record) -> bool:
+    return record.kind == "not_verified" and record.stage == "timing"
 
 
 def _reasons(records: Iterable[Record]) -> list[Reason]:

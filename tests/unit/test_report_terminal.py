@@ -21,7 +21,7 @@ from pytest_longca.outcome import (
     Unsupported,
     Wrong,
 )
-from pytest_longca.report.matrix import FORWARD_ONLY, MARKS, cell_kind, matrix
+from pytest_longca.report.matrix import FORWARD_ONLY, MARKS, UNTIMED, cell_kind, matrix
 from pytest_longca.report.record import Record
 from pytest_longca.report.terminal import render
 
@@ -49,7 +49,7 @@ def timing(kernel: str, ms: float, outcome: Outcome | None = None, **more: Any) 
 
 
 def test_every_outcome_has_a_mark_of_its_own() -> None:
-    assert set(MARKS) == {*OUTCOMES, FORWARD_ONLY} == {*EVERY, FORWARD_ONLY}
+    assert set(MARKS) == {*OUTCOMES, FORWARD_ONLY, UNTIMED} == {*EVERY, FORWARD_ONLY, UNTIMED}
     assert len({mark.word for mark in MARKS.values()}) == len(MARKS)
 
 
@@ -70,6 +70,16 @@ def test_a_cell_shows_the_gravest_of_its_outcomes() -> None:
 def test_a_cell_without_any_backward_says_forward_only() -> None:
     assert cell_kind([record(direction="fwd"), record(direction="fwd")]) == FORWARD_ONLY
     assert cell_kind([record(direction="fwd"), record(direction="bwd")]) == "passed"
+
+
+def test_a_cell_that_passed_and_could_not_be_timed_says_so_and_why() -> None:
+    missed = record(outcome=NotVerified("interpreted: not verified on hardware"), stage="timing")
+    assert cell_kind([record(), missed]) == UNTIMED
+    assert cell_kind([missed]) == "not_verified"
+    assert cell_kind([record(), record(outcome=EVERY["not_verified"])]) == "not_verified", "examples that did not run are no pass"
+    text = render([record(), missed], width=100)
+    assert "flex: not verified: interpreted: not verified on hardware [causal]" in text
+    assert text.endswith("ok*    passed, and not timed: the reason is told")
 
 
 def test_a_reason_that_holds_for_many_masks_is_told_once() -> None:
