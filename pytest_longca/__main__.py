@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pytest_longca.errors import InvalidArgument, LongcaError, unknown_name
-from pytest_longca.options import count, heads, names, percent
+from pytest_longca.errors import InvalidArgument, LongcaError
+from pytest_longca.options import count, heads, limit, verdicts
 from pytest_longca.report.gate import render_comparison
+from pytest_longca.report.output import write_reports
 from pytest_longca.report.record import Record
-from pytest_longca.report.store import read_records, write_atomically
+from pytest_longca.report.store import read_records
 from pytest_longca.report.verdict import Comparison, Limits, Verdict
 
 
@@ -47,11 +48,11 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
 def _gate_options(parser: argparse.ArgumentParser) -> None:
     for name, default in (("slower", "5%"), ("memory", "5%"), ("error", "25%")):
         help_text = f"a change of this size must be caught, or off (default {default})".replace("%", "%%")
-        parser.add_argument(f"--fail-{name}", metavar="PERCENT", default=default, type=_typed(_limit), help=help_text)
+        parser.add_argument(f"--fail-{name}", metavar="PERCENT", default=default, type=_typed(limit), help=help_text)
     parser.add_argument("--anchor", metavar="KERNEL", help="compare times relative to this kernel's in the same run")
-    verdicts = ", ".join(verdict for verdict in Verdict if verdict is not Verdict.OK)
-    for name, does in (("allow", f"show these and do not fail: {verdicts}"), ("forbid", "fail on these too: too-noisy")):
-        parser.add_argument(f"--{name}", metavar="VERDICTS", default=frozenset(), type=_typed(_verdicts), help=does)
+    known = ", ".join(verdict for verdict in Verdict if verdict is not Verdict.OK)
+    for name, does in (("allow", f"show these and do not fail: {known}"), ("forbid", "fail on these too: too-noisy")):
+        parser.add_argument(f"--{name}", metavar="VERDICTS", default=frozenset(), type=_typed(verdicts), help=does)
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
@@ -88,17 +89,6 @@ def _typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse_argument
 
 
-def _limit(text: str) -> float | None:
-    return None if text == "off" else percent(text)
-
-
-def _verdicts(text: str) -> frozenset[Verdict]:
-    for name in names(text):
-        if name not in set(Verdict):
-            raise unknown_name("verdict", name, [verdict.value for verdict in Verdict])
-    return frozenset(Verdict(name) for name in names(text))
-
-
 def _gate(baseline: list[Record], new: list[Record], options: argparse.Namespace) -> Comparison:
     from pytest_longca.report.compare import compare
 
@@ -109,7 +99,7 @@ def _gate(baseline: list[Record], new: list[Record], options: argparse.Namespace
 def _compare(options: argparse.Namespace) -> int:
     new = read_records(options.new)
     comparison = _gate(read_records(options.old), new, options)
-    _write(new, comparison, options.html, options.md)
+    write_reports(new, comparison, options.html, options.md)
     print(render_comparison(comparison))
     return comparison.exit_code
 
@@ -118,7 +108,7 @@ def _report(options: argparse.Namespace) -> int:
     records = _all_records(options.records)
     comparison = _gate(read_records(options.baseline), records, options) if options.baseline else None
     page = options.html or (None if options.md else "report.html")
-    _write(records, comparison, page, options.md)
+    write_reports(records, comparison, page, options.md)
     print("wrote", *(path for path in (page, options.md) if path))
     return 0
 
@@ -135,19 +125,6 @@ def _recommend(options: argparse.Namespace) -> int:
 
 def _all_records(paths: Sequence[str]) -> list[Record]:
     return [record for path in paths for record in read_records(path)]
-
-
-def _write(records: list[Record], comparison: Comparison | None, page: str | None, summary: str | None) -> None:
-    """Write what was asked for, each file whole or not at all."""
-    if page:
-        from pytest_longca.report.gallery import gallery
-        from pytest_longca.report.html import html_report
-
-        write_atomically(page, html_report(records, comparison, gallery(records)))
-    if summary:
-        from pytest_longca.report.markdown import markdown
-
-        write_atomically(summary, markdown(records, comparison))
 
 
 if __name__ == "__main__":

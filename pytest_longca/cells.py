@@ -7,12 +7,13 @@ import pytest
 
 from pytest_longca.case import Case, Direction
 from pytest_longca.mask import TimedShape
-from pytest_longca.outcome import Outcome
+from pytest_longca.outcome import NotVerified, Outcome, OutOfMemory
 
 if TYPE_CHECKING:
     from pytest_longca.session import Session
 
 TYPICAL_SEQLEN = 256
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def typical_cases(session: "Session", mask: str) -> Iterator[Case]:
@@ -29,11 +30,11 @@ def typical_cases(session: "Session", mask: str) -> Iterator[Case]:
 def timed_cases(session: "Session", mask: str) -> Iterator[Case]:
     """The cases of a mask that are timed: every asked-for length, head count, head dimension and dtype, in every pass."""
     options, device = session.options, session.machine.device
-    for seqlen in options.chosen("seqlens", device):
+    for seqlen in sorted(options.chosen("seqlens", device)):  # short before long, whatever the order asked for
         for heads_q, heads_kv in options.chosen("heads", device):
             for value in session.catalogue.mask(mask).timed(seqlen, _shape(session, heads_q, heads_kv)):
                 for head_dim in options.chosen("head_dims", device):
-                    for direction in options.passes:
+                    for direction in options.chosen("passes", device):
                         yield Case(
                             mask=value,
                             heads_q=heads_q,
@@ -46,8 +47,9 @@ def timed_cases(session: "Session", mask: str) -> Iterator[Case]:
 
 
 def _shape(session: "Session", heads_q: int, heads_kv: int) -> TimedShape:
-    options = session.options
-    return TimedShape(heads_q, heads_kv, options.seed, session.lengths, options.block_sizes, options.densities)
+    options, device = session.options, session.machine.device
+    blocks = options.chosen("block_sizes", device), options.chosen("densities", device)
+    return TimedShape(heads_q, heads_kv, options.seed, session.lengths, *blocks)
 
 
 def parametrize(metafunc: pytest.Metafunc, wanted: Sequence[str], session: "Session") -> None:
@@ -69,11 +71,34 @@ def _cell_rows(session: "Session") -> Iterable[Any]:
 
 
 def _timed_rows(session: "Session") -> Iterable[Any]:
-    """(kernel name, case id), for the suite. A cell that is refused as a whole is one row."""
-    for mask in session.masks:
-        for case in timed_cases(session, mask):
-            for kernel in session.kernels:
-                yield pytest.param(kernel, case.id, id=f"{kernel}-{case.id}", marks=_refused(session.refusal(kernel, case)))
+    """(kernel name, case id, number of the process), for the suite: all cases in one process, then all in the next."""
+    rows = [(kernel, case) for mask in session.masks for case in timed_cases(session, mask) for kernel in session.kernels]
+    refusals = [_refused(timing_refusal(session, kernel, case)) for kernel, case in rows]
+    for process in range(session.processes):
+        suffix = f"-p{process + 1}" if process else ""
+        for (kernel, case), marks in zip(rows, refusals, strict=True):
+            if process == 0 or not marks:
+                yield pytest.param(kernel, case.id, process, id=f"{kernel}-{case.id}{suffix}", marks=marks)
+
+
+def timing_refusal(session: "Session", kernel: str, case: Case) -> Outcome | None:
+    """Why the kernel is not timed on the case here, before anything runs, or None."""
+    if refusal := session.refusal(kernel, case):
+        return refusal
+    if session.machine.device == "cuda" and session.num_sharing > 1:
+        return NotVerified(f"a timing needs the GPU to itself, and {session.num_sharing} xdist workers share it: run timings without -n")
+    if session.machine.interpret and session.catalogue.kernel(kernel).is_triton:
+        return NotVerified("interpreted on a CPU: its time means nothing; not verified on hardware")
+    limit, needed = session.options.memory_limit, least_bytes(case)
+    return OutOfMemory.above_limit(needed, limit) if limit and needed > limit else None
+
+
+def least_bytes(case: Case) -> int:
+    """What a case holds whatever the kernel: operands and results, of the backward too if it runs."""
+    queries = case.seqlen_q * case.heads_q * (case.head_dim + case.head_dim_v)  # q and out
+    keys = case.seqlen_kv * case.heads_kv * (case.head_dim + case.head_dim_v)  # k and v
+    with_gradients = 2 if case.direction.needs_backward else 1
+    return case.batch * (queries + keys) * BYTES[case.dtype] * with_gradients
 
 
 def _replayed_rows(session: "Session") -> Iterable[Any]:
@@ -136,11 +161,19 @@ def _kernel_mask_rows(session: "Session") -> Iterable[Any]:
             )
 
 
+def _shared_rows(session: "Session") -> Iterable[Any]:
+    """(kernel name, mask name, sharing) of --longca-mechanisms, for the suite."""
+    from pytest_longca.parallel.conformance import rows
+
+    return rows(session)
+
+
 _ROWS: dict[tuple[str, ...], Any] = {
     ("longca_kernel_name", "longca_mask_name"): _cell_rows,
-    ("longca_kernel_name", "longca_case_id"): _timed_rows,
+    ("longca_kernel_name", "longca_case_id", "longca_process"): _timed_rows,
     ("longca_kernel_name", "longca_replayed"): _replayed_rows,
     ("longca_kernel_name", "longca_known_failure"): _ledger_rows,
+    ("longca_kernel_name", "longca_mask_name", "longca_sharing"): _shared_rows,
     ("longca_kernel",): _kernel_rows,
     ("longca_mask",): _mask_rows,
     ("longca_case",): _case_rows,

@@ -1,24 +1,37 @@
-"""What the reporting process does with results: it gathers records, writes them as they come, and prints the closing part."""
+"""What the reporting process does with results: it gathers records, writes them as they come, and ends the run."""
 
-from typing import TYPE_CHECKING
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_longca.options import Options
 
 if TYPE_CHECKING:
+    from pytest_longca.mask import Mask
     from pytest_longca.report.record import Record
     from pytest_longca.report.writer import Writer
 
 PROPERTY = "longca_record"
+RAN = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+FAILED = frozenset({"wrong", "crashed", "timed_out"})
 
 
 class Collector:
-    """Records arrive on test reports (also from xdist workers); one that was seen is on disk before the next test starts."""
+    """Records arrive on test reports (also from xdist workers); one that was seen is on disk before the next test starts.
 
-    def __init__(self, options: Options) -> None:
+    `earlier` are the records of the run that is resumed: they count in the summary, the reports and the gate as if they were new.
+    """
+
+    def __init__(self, options: Options, arguments: Sequence[Any], earlier: "Sequence[Record]" = ()) -> None:
         self._options = options
+        self._command = shlex.join(["pytest", *map(str, arguments)])
+        self._path = options.json or options.resume
         self._writer: Writer | None = None
+        self._lines: list[str] = []
+        self.earlier = list(earlier)
         self.records: list[Record] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -32,19 +45,53 @@ class Collector:
         from pytest_longca.report.writer import Writer
 
         assert isinstance(fields, dict)
-        self.records.append(Record(**fields))
-        if self._options.json:
-            self._writer = self._writer or Writer(self._options.json)
+        self.records.append(dataclasses.replace(Record(**fields), command=self._command))
+        if self._path:
+            self._writer = self._writer or Writer(self._path)
             self._writer.write(self.records[-1])
+
+    def _all(self) -> "list[Record]":
+        from pytest_longca.report.series import settled
+
+        return settled([*self.earlier, *self.records])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if not (self.records or self.earlier or self._options.baseline):
+            return
+        from pytest_longca.closing import close
+
+        is_complete = session.exitstatus in RAN and not (session.shouldstop or session.shouldfail)
+        closing = close(self._all(), self._options, is_complete, self._masks(session.config))
+        self._lines += closing.lines
+        if session.exitstatus in RAN and session.exitstatus != pytest.ExitCode.TESTS_FAILED:
+            session.exitstatus = self._exit_status(session.exitstatus, closing.exit_code)
+
+    def _exit_status(self, before: int | pytest.ExitCode, of_closing: int) -> int | pytest.ExitCode:
+        """Red if the gate or an earlier record is; green if a resumed run has nothing left to run; else as it was."""
+        if of_closing:
+            return of_closing
+        if any(record.kind in FAILED for record in self.earlier):
+            return pytest.ExitCode.TESTS_FAILED
+        return pytest.ExitCode.OK if self.earlier else before
+
+    def _masks(self, config: pytest.Config) -> "dict[str, type[Mask]] | None":
+        """The masks by name, third parties' included, for their pictures in the page."""
+        from pytest_longca.plugin import session_of
+
+        return session_of(config).catalogue.masks() if self._options.html else None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if not self.records:
+        records = self._all() if self.records or self.earlier else []
+        if not records and not self._lines:
             return
         from pytest_longca.report.terminal import render
 
         terminalreporter.section("longca")
-        terminalreporter.write_line(render(self.records, terminalreporter._tw.fullwidth, terminalreporter.hasmarkup))
+        terminalreporter.write_line(render(records, terminalreporter._tw.fullwidth, terminalreporter.hasmarkup))
         if self._writer:
             terminalreporter.write_line(self._writer.notice or f"records: {self._writer.path}")
             self._writer.close()
+        for line in self._lines:
+            terminalreporter.write_line(line)

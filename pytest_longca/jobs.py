@@ -1,6 +1,8 @@
 """What a worker does: one function for each request, JSON in and JSON out."""
 
 import dataclasses
+import functools
+import statistics
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -26,9 +28,34 @@ class Workshop:
             self._machine = find_machine()
         return self._machine
 
+    @functools.cached_property
+    def versions(self) -> dict[str, str]:
+        """What only the process that uses the device knows: the driver and CUDA. Empty on a CPU."""
+        if self.machine.device != "cuda":
+            return {}
+        import torch
+
+        from pytest_longca.telemetry import Telemetry
+
+        found = {"cuda": torch.version.cuda, "driver": Telemetry(torch.cuda.current_device()).driver}
+        return {name: version for name, version in found.items() if version}
+
     def perform(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request; `op` names the function of JOBS."""
-        return JOBS[request["op"]](self, request)
+        """The answer to a request; `op` names the function of JOBS. `spent` says that the device is of no use to this process any more."""
+        answer = JOBS[request["op"]](self, request)
+        return answer if self._machine is None or is_usable(self._machine) else {**answer, "spent": True}
+
+
+def is_usable(machine: Machine) -> bool:
+    """Whether the device still answers: after an illegal access, every later call in the same process fails."""
+    import torch
+
+    try:
+        if machine.device == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def find_machine() -> Machine:
@@ -58,31 +85,52 @@ def _time(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
     from pytest_longca.checks import verify
     from pytest_longca.device_kernels import device_kernels, silent_fallback
     from pytest_longca.ids import parse_case
+    from pytest_longca.nominal import above_nominal
+    from pytest_longca.subject import kernel_errors
     from pytest_longca.timing import CLOCKS, Effort, time_case
 
     case = parse_case(request["case"], shop.catalogue.masks())
     kernel = shop.catalogue.kernel(request["kernel"])
+    anchor = shop.catalogue.kernel(request["anchor"]) if request.get("anchor") else None
+    effort = Effort(min_samples=request["min_samples"], budget_s=request["sampling_s"])
     try:
-        effort = Effort(min_samples=request["min_samples"], budget_s=request["sampling_s"])
-        timing = time_case(kernel, case, shop.machine, effort)
-        names = device_kernels(kernel, case, shop.machine)
+        timing = time_case(kernel, case, shop.machine, effort, anchor, request.get("memory_limit"))
+        with kernel_errors(kernel.name):
+            names = device_kernels(kernel, case, shop.machine)
     except DidNotRun as stopped:
         return {"outcome": stopped.outcome.to_json()}
-    fallback = silent_fallback(kernel, names)
+    median_ms = statistics.median(timing.samples_ms)
+    fault = silent_fallback(kernel, names) or above_nominal(case.flop(), median_ms, case.dtype, shop.machine.name)
     again = verify(kernel, dataclasses.replace(case, seed=case.seed + 1), shop.machine, ("truth",))
     return {
-        "outcome": (Wrong(fallback) if fallback else again.outcome).to_json(),
+        "outcome": (Wrong(fault) if fault else again.outcome).to_json(),
         "timing": dataclasses.asdict(timing),
         "process": shop.name,
         "device_kernels": names,
         "protocol": CLOCKS[shop.machine.device].protocol,
+        "versions": shop.versions,
+        "threads": None if shop.machine.device == "cuda" else num_threads(),
     }
 
 
+def num_threads() -> int:
+    """How many threads torch's operations use here."""
+    import torch
+
+    return torch.get_num_threads()
+
+
 def _peaks(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
+    """The device's ceilings; the memory that measuring them took is given back."""
     from pytest_longca.timing import device_peaks
 
-    return dict(device_peaks()) if shop.machine.device == "cuda" else {}
+    if shop.machine.device != "cuda":
+        return {}
+    import torch
+
+    peaks = device_peaks()
+    torch.cuda.empty_cache()
+    return dict(peaks)
 
 
 JOBS: dict[str, Callable[[Workshop, dict[str, Any]], dict[str, Any]]] = {

@@ -3,10 +3,14 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_longca.checknames import GROUPS, select_checks
 from pytest_longca.errors import InvalidArgument, unknown_name
+from pytest_longca.presets import PRESETS, Preset
+
+if TYPE_CHECKING:
+    from pytest_longca.report.verdict import Verdict
 
 SUFFIXES = {"": 1, "k": 1024, "m": 1024**2}
 BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -94,6 +98,29 @@ def percent(text: str) -> float:
     if not (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())):
         raise InvalidArgument(f"{text!r} is not a percentage: write one such as 5%")
     return float(match[1]) / 100
+
+
+def limit(text: str) -> float | None:
+    """A positive percentage as a fraction, or None for "off".
+
+    >>> limit("off"), limit("5%")
+    (None, 0.05)
+    """
+    if text.strip() == "off":
+        return None
+    if not (fraction := percent(text)):
+        raise InvalidArgument("a limit of 0% would fail on noise: write a positive one such as 5%, or off")
+    return fraction
+
+
+def verdicts(text: str) -> "frozenset[Verdict]":
+    """Verdicts of the gate, by name."""
+    from pytest_longca.report.verdict import Verdict
+
+    for name in names(text):
+        if name not in set(Verdict):
+            raise unknown_name("verdict", name, [verdict.value for verdict in Verdict])
+    return frozenset(Verdict(name) for name in names(text))
 
 
 def _unit(text: str, units: dict[str, Any], what: str, example: str) -> float:
@@ -186,72 +213,9 @@ class Option:
         return f"longca_{self.attribute}"
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """What a preset sets unless an option says otherwise. Measured running times are in the README."""
-
-    examples: int
-    gpu_examples: int
-    dtypes: tuple[str, ...]
-    gpu_dtypes: tuple[str, ...]
-    seqlens: tuple[int, ...]
-    gpu_seqlens: tuple[int, ...]
-    heads: tuple[tuple[int, int], ...]
-    gpu_heads: tuple[tuple[int, int], ...]
-    head_dims: tuple[int, ...]
-    gpu_head_dims: tuple[int, ...]
-    min_samples: int
-    sampling_s: float
-
-
-PRESETS: dict[str, Preset] = {
-    "smoke": Preset(
-        examples=4,
-        gpu_examples=4,
-        dtypes=("fp32",),
-        gpu_dtypes=("bf16",),
-        seqlens=(256,),
-        gpu_seqlens=(4096,),
-        heads=((2, 1),),
-        gpu_heads=((32, 8),),
-        head_dims=(32,),
-        gpu_head_dims=(128,),
-        min_samples=10,
-        sampling_s=0.1,
-    ),
-    "default": Preset(
-        examples=50,
-        gpu_examples=50,
-        dtypes=("fp32", "bf16", "fp16"),
-        gpu_dtypes=("bf16", "fp16"),
-        seqlens=(512,),
-        gpu_seqlens=(8192,),
-        heads=((4, 2),),
-        gpu_heads=((64, 8),),
-        head_dims=(64,),
-        gpu_head_dims=(128,),
-        min_samples=30,
-        sampling_s=1.0,
-    ),
-    "full": Preset(
-        examples=200,
-        gpu_examples=200,
-        dtypes=("fp32", "bf16", "fp16"),
-        gpu_dtypes=("bf16", "fp16"),
-        seqlens=(512, 1024),
-        gpu_seqlens=(1024, 8192, 32768),
-        heads=((4, 2), (4, 4)),
-        gpu_heads=((64, 8), (64, 64)),
-        head_dims=(64,),
-        gpu_head_dims=(64, 128),
-        min_samples=50,
-        sampling_s=3.0,
-    ),
-}
-
 OPTIONS: tuple[Option, ...] = (
     Option("kernels", names, "kernels to judge, by name; default: all that this machine has", "NAMES"),
-    Option("masks", names, "masks, by name or group (regular, heterogeneous, static, block, all); default: all", "NAMES", "all"),
+    Option("masks", names, "masks, by name or group (regular, heterogeneous, static, block, all); default: all, or the preset's", "NAMES"),
     Option("case", text, "replay one case: its id, as a failure prints it", "ID"),
     Option("list", text, "print which kernel takes which mask, and why not; run nothing", is_flag=True),
     Option("preset", one_of("preset", *PRESETS), f"how much to run: {', '.join(PRESETS)}", "NAME", "default"),
@@ -261,9 +225,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("heads", heads, "query:key/value heads that are timed, such as 64:8,64:64", "PAIRS"),
     Option("head-dims", counts, "head dimensions that are timed, such as 64,128", "DIMS"),
     Option("dtypes", among("dtype", "fp32", "bf16", "fp16", "fp64"), "dtypes: fp32, bf16, fp16, fp64", "NAMES"),
-    Option("passes", among("pass", "fwd", "bwd", "fwd_bwd"), "passes that are timed: fwd, bwd, fwd_bwd", "NAMES", "fwd,bwd"),
-    Option("block-sizes", counts, "block sizes of the timed block masks", "SIZES", "64,128"),
-    Option("densities", densities, "densities of the timed block masks", "FRACTIONS", "0.5"),
+    Option("passes", among("pass", "fwd", "bwd", "fwd_bwd"), "passes that are timed: fwd, bwd, fwd_bwd; default: fwd,bwd", "NAMES"),
+    Option("block-sizes", counts, "block sizes of the timed block masks; default: 64,128", "SIZES"),
+    Option("densities", densities, "densities of the timed block masks; default: 0.5, or the preset's", "FRACTIONS"),
     Option("lengths", text, "a JSON file of document lengths (a histogram or a list) instead of the built-in ones", "PATH"),
     Option("seed", whole, "seed of everything that is drawn", "N", "0"),
     Option("memory-limit", size, "cases that would not fit a device of this size, such as 80GB, count as out of memory", "SIZE"),
@@ -275,7 +239,24 @@ OPTIONS: tuple[Option, ...] = (
         "auto",
     ),
     Option("timeout", duration, "how long one case may take before it counts as a hang", "TIME", "120s"),
+    Option(
+        "mechanisms", names, "share each case among ranks instead, by these mechanisms, such as ulysses,usp", "NAMES"
+    ),
+    Option("world-sizes", counts, "numbers of ranks", "SIZES", "2,4"),
+    Option("mesh", text, "the ranks as outer x inner x heads, such as 2x2x2, instead of each mechanism's own", "MESH"),
     Option("json", text, "append one line of JSON for each result to this file", "PATH"),
+    Option("html", text, "write the report as one page that works offline", "PATH"),
+    Option("md", text, "write the summary as Markdown, for the page of a CI job", "PATH"),
+    Option("budget", duration, "end within this time, such as 9m: telling cases first, the rest is left for --longca-resume", "TIME"),
+    Option("resume", text, "go on with a file of records: what it holds is not run again, and new records are appended to it", "PATH"),
+    Option("baseline", text, "the gate: fail where a kernel is worse than in these records; the first run writes them", "FILE"),
+    Option("fail-slower", limit, "a slowdown of this size must be caught, or off", "PERCENT", "5%"),
+    Option("fail-memory", limit, "a rise of peak memory of this size must be caught, or off", "PERCENT", "5%"),
+    Option("fail-error", limit, "a growth of the error of this size must be caught, or off", "PERCENT", "25%"),
+    Option("allow", verdicts, "verdicts of the gate that are shown and do not fail, such as added,other-driver", "VERDICTS"),
+    Option("forbid", verdicts, "verdicts of the gate that fail too: too-noisy", "VERDICTS"),
+    Option("anchor", text, "time this kernel in turns with each one, and gate the ratio of the two", "KERNEL"),
+    Option("processes", count, "processes that time each case; default: 1; with --longca-baseline 2, and 5 for the first run", "N"),
     Option("repro", text, "write a standalone Python file for each failure into this folder", "DIR"),
 )
 
@@ -302,8 +283,9 @@ class Options:
         value = self.values.get(name)
         if value is not None:
             return value
-        on_gpu = device == "cuda" and hasattr(self.preset_values, f"gpu_{name}")
-        return getattr(self.preset_values, f"gpu_{name}" if on_gpu else name)
+        preset = self.preset_values
+        sizes = preset.gpu if device == "cuda" else preset.cpu
+        return getattr(sizes if hasattr(sizes, name) else preset, name)
 
 
 def parse(raw: Callable[[Option], str | None], typed: bool = False) -> Options:

@@ -89,6 +89,11 @@ class OutOfMemory(_Base):
     def __str__(self) -> str:
         return f"out of memory: {self.reason}"
 
+    @classmethod
+    def above_limit(cls, needed: int, limit: int) -> Self:
+        """A case that would not fit a device of --longca-memory-limit."""
+        return cls(f"needs {needed / 1e9:.3g} GB, above --longca-memory-limit={limit / 1e9:.3g}GB", needed, limit)
+
 
 @dataclass(frozen=True, slots=True)
 class Crashed(_Base):
@@ -115,9 +120,10 @@ class TimedOut(_Base):
 
 @dataclass(frozen=True, slots=True)
 class NotVerified(_Base):
-    """Nothing was judged, for the reason given: not a pass."""
+    """Nothing was judged, for the reason given: not a pass. `is_postponed` says that only time ran out: a resumed run judges it."""
 
     reason: str
+    is_postponed: bool = False
     kind: ClassVar[str] = "not_verified"
 
     def __str__(self) -> str:

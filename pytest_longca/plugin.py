@@ -12,6 +12,7 @@ from pytest_longca.errors import LongcaError
 from pytest_longca.options import OPTIONS, Option, Options, parse
 
 if TYPE_CHECKING:
+    from pytest_longca.outcome import NotVerified
     from pytest_longca.session import Session
 
 SUITE = Path(__file__).parent / "suite"
@@ -21,6 +22,8 @@ ARGUMENTS = (
     "longca_kernel_name",
     "longca_mask_name",
     "longca_case_id",
+    "longca_process",
+    "longca_sharing",
     "longca_replayed",
     "longca_known_failure",
     "longca_kernel",
@@ -53,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     except LongcaError as error:
         raise pytest.UsageError(str(error)) from None
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Collector(config.stash[OPTIONS_KEY]), "longca-collector")
+        config.pluginmanager.register(_collector(config), "longca-collector")
     if typed and not any(str(arg).startswith("--benchmark-") for arg in config.invocation_params.args):
         config.option.benchmark_quiet = True  # our closing part shows the times; its table comes back with any --benchmark option
     if typed and config.args_source is not pytest.Config.ArgsSource.ARGS:
@@ -61,6 +64,25 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args_source = pytest.Config.ArgsSource.ARGS
     else:
         config.args[:] = [_real_path(arg, config.invocation_params.dir) for arg in config.args]
+
+
+def _collector(config: pytest.Config) -> Collector:
+    """The collector, after a look at every file that the end of the run will need: a run of hours must not end in a typo."""
+    options = config.stash[OPTIONS_KEY]
+    if not any((options.html, options.md, options.baseline, options.resume)):
+        return Collector(options, config.invocation_params.args)
+    from pytest_longca.budget import earlier_records
+    from pytest_longca.closing import check_paths
+
+    try:
+        check_paths(options)
+    except LongcaError as error:
+        raise pytest.UsageError(str(error)) from None
+    try:
+        earlier_records(options.baseline)
+        return Collector(options, config.invocation_params.args, earlier_records(options.resume))
+    except LongcaError as error:
+        pytest.exit(f"error: {error}", returncode=2)
 
 
 def _raw(config: pytest.Config, option: Option) -> str | None:
@@ -87,9 +109,10 @@ class SuiteDirectory(pytest.Directory):
     """The shipped suite; its node ids start with `longca/`, wherever the package lies. A replayed case is all that runs."""
 
     def collect(self) -> Iterable[pytest.Collector]:
-        is_replay = self.config.stash[OPTIONS_KEY].case is not None
+        options = self.config.stash[OPTIONS_KEY]
+        alone = {"test_case.py": options.case is not None, "test_parallel.py": options.mechanisms is not None}
         for path in sorted(self.path.glob("test_*.py")):
-            if (path.name == "test_case.py") == is_replay:
+            if alone.get(path.name, not any(alone.values())):
                 yield SuiteModule.from_parent(self, path=path, nodeid=f"longca/{path.name}")
 
 
@@ -107,7 +130,7 @@ def session_of(config: pytest.Config) -> "Session":
     if SESSION_KEY not in config.stash:
         session = Session(config.stash[OPTIONS_KEY], config.pluginmanager)
         try:
-            _ = session.kernels, session.masks, session.lengths, session.replayed
+            _ = session.kernels, session.masks, session.lengths, session.replayed, session.mechanisms, session.anchor
         except LongcaError as error:
             raise pytest.UsageError(str(error)) from None
         config.stash[SESSION_KEY] = session
@@ -128,12 +151,37 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         parametrize(metafunc, wanted, session_of(metafunc.config))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    options = config.stash[OPTIONS_KEY]
+    if options.budget is None and options.resume is None:
+        return
+    from pytest_longca import budget
+
+    earlier = budget.earlier_records(options.resume)
+    to_run, done = budget.split(items, earlier)
+    try:
+        budget.check_device(earlier, session_of(config).machine.name)
+    except LongcaError as error:
+        raise pytest.UsageError(str(error)) from None
+    items[:] = budget.arrange(to_run) if options.budget else to_run
+    if done:
+        config.hook.pytest_deselected(items=done)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("longca_outcome")
-    if marker:
+    outcome = marker.args[0] if marker else _postponed(item)
+    if outcome:
         from pytest_longca.conformance import record_refusal
 
-        record_refusal(item, *marker.args)
+        record_refusal(item, outcome)
+
+
+def _postponed(item: pytest.Item) -> "NotVerified | None":
+    """Why the session's budget has no time for the item, or None; other tests than the suite's are not held to it."""
+    session = item.config.stash.get(SESSION_KEY, None)
+    is_ours = item.nodeid.startswith("longca/")
+    return session.budget.begin() if is_ours and session and session.budget else None
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

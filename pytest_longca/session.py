@@ -1,22 +1,26 @@
 """What one pytest session knows: options, catalogue, machine, and the executor that runs its cases."""
 
 import functools
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_longca.budget import Budget
 from pytest_longca.catalogue import Catalogue
 from pytest_longca.errors import DidNotRun
 from pytest_longca.machine import Machine
 from pytest_longca.options import Options, select
-from pytest_longca.outcome import NotInstalled, Outcome, Unsupported
+from pytest_longca.outcome import NotInstalled, Outcome, TimedOut, Unsupported
 from pytest_longca.sources import catalogue_of, sources_of
 from pytest_longca.workers import Executor, InProcess, Worker
 
 if TYPE_CHECKING:
     from pytest_longca.case import Case
     from pytest_longca.checks import Verification
+    from pytest_longca.parallel.pool import Pool
     from pytest_longca.sampling import LengthSource
 
 KEY = pytest.StashKey["Session"]()
@@ -29,6 +33,10 @@ class Session:
         self.options = options
         self._pluginmanager = pluginmanager
         self._executors: dict[str, Executor] = {}
+        self._pools: dict[int, Pool] = {}
+        self._process = 0
+        self._verified: dict[tuple[str, str], Outcome] = {}
+        self.budget = Budget(options.budget) if options.budget else None
 
     @functools.cached_property
     def catalogue(self) -> Catalogue:
@@ -46,7 +54,45 @@ class Session:
     @functools.cached_property
     def masks(self) -> tuple[str, ...]:
         """The masks to judge kernels on."""
-        return select("mask", self.options.masks, self.catalogue.mask_names, self.catalogue.mask_groups)
+        wanted = self.options.chosen("masks", "cpu")  # a preset's masks are the same on every device
+        return select("mask", wanted, self.catalogue.mask_names, self.catalogue.mask_groups)
+
+    @functools.cached_property
+    def mechanisms(self) -> tuple[str, ...]:
+        """The mechanisms that were asked for. Raises InvalidArgument for one that does not exist, or a mesh that is none."""
+        from pytest_longca.parallel.mechanisms import MECHANISMS, Mesh
+
+        if self.options.mesh:
+            Mesh.parse(self.options.mesh)
+        return select("mechanism", self.options.mechanisms or (), MECHANISMS)
+
+    @property
+    def num_sharing(self) -> int:
+        """How many xdist workers run on this machine at once, this process among them; they all use its first GPU."""
+        return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+    @functools.cached_property
+    def peaks(self) -> dict[str, float]:
+        """The device's own ceilings, measured once a session; empty on a CPU, or if they could not be measured."""
+        try:
+            return self.call(self.kernels[0], {"op": "peaks"}) if self.machine.device == "cuda" else {}
+        except DidNotRun:
+            return {}
+
+    @functools.cached_property
+    def anchor(self) -> str | None:
+        """The kernel that others are timed in turns with. Raises InvalidArgument if there is none of that name."""
+        name = self.options.anchor
+        return select("kernel", (name,), self.catalogue.kernel_names)[0] if name else None
+
+    @functools.cached_property
+    def processes(self) -> int:
+        """How many processes time each case: enough for the gate, where there is one."""
+        from pytest_longca.closing import BASELINE_PROCESSES, COMPARED_PROCESSES
+
+        baseline = self.options.baseline
+        needed = 1 if not baseline else COMPARED_PROCESSES if Path(baseline).exists() else BASELINE_PROCESSES
+        return self.options.processes or needed
 
     @functools.cached_property
     def lengths(self) -> "LengthSource | None":
@@ -88,9 +134,25 @@ class Session:
             self._executors[key].close()
         return self._executors[key]
 
+    def enter_process(self, number: int) -> None:
+        """End all workers where the process to time in is not the one of the last timing, so that the next case starts a new one."""
+        if number != self._process:
+            self._end_workers()
+            self._process = number
+
     def call(self, kernel: str, request: dict[str, Any]) -> dict[str, Any]:
-        """A worker's answer. Raises DidNotRun(Crashed | TimedOut)."""
-        return self.executor(kernel).call(request, self.options.timeout)
+        """A worker's answer. Raises DidNotRun(Crashed | TimedOut), and NotVerified where the session's budget ended first."""
+        budget = self.budget
+        if budget is None:
+            return self.executor(kernel).call(request, self.options.timeout)
+        if budget.left_s <= 0:
+            raise DidNotRun(budget.postponed())
+        try:
+            return self.executor(kernel).call(request, min(self.options.timeout, budget.left_s))
+        except DidNotRun as stopped:
+            if isinstance(stopped.outcome, TimedOut) and budget.left_s <= 0:
+                raise DidNotRun(budget.postponed()) from None
+            raise
 
     def verify(self, kernel: str, case: "Case", checks: Iterable[str]) -> "Verification":
         """Run the case and the checks in a worker. A crash or a hang is the verification's outcome."""
@@ -101,6 +163,13 @@ class Session:
             return Verification.from_json(self.call(kernel, request))
         except DidNotRun as stopped:
             return Verification(outcome=stopped.outcome)
+
+    def verified_outcome(self, kernel: str, case: "Case") -> Outcome:
+        """What the truth says of a kernel on a case, asked once a session: for an anchor, which many cases are timed beside."""
+        key = (kernel, case.id)
+        if key not in self._verified:
+            self._verified[key] = self.verify(kernel, case, ("truth",)).outcome
+        return self._verified[key]
 
     def refusal(self, kernel: str, case: "Case") -> NotInstalled | Unsupported | None:
         """Why the kernel cannot run the case here, before anything runs."""
@@ -120,8 +189,21 @@ class Session:
                 return None
         return refusals[0]
 
+    def pool(self, world: int) -> "Pool":
+        """The ranks of a world of that size, kept for all its cases."""
+        from pytest_longca.parallel.pool import Pool
+
+        if world not in self._pools:
+            self._pools[world] = Pool(world, self.machine.device)
+        return self._pools[world]
+
     def close(self) -> None:
-        """End all workers."""
+        """End all workers and ranks."""
+        for pool in self._pools.values():
+            pool.close()
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         for executor in self._executors.values():
             executor.close()
         self._executors.clear()

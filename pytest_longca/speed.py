@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_longca.cells import timing_refusal
 from pytest_longca.conformance import Findings, commit, conclude, finish, keep, known, versions
 from pytest_longca.errors import DidNotRun
 from pytest_longca.ids import parse_case
-from pytest_longca.outcome import Passed
+from pytest_longca.outcome import Outcome, Passed, outcome_from_json
 from pytest_longca.replay import replay
+from pytest_longca.report.figures import SHARED
 from pytest_longca.report.record import Record, shape_of
+from pytest_longca.report.verdict import Limits
 
 if TYPE_CHECKING:
     from pytest_longca.case import Case
@@ -22,10 +25,12 @@ def run_timing(item: pytest.Item, session: "Session", benchmark: Any, kernel: st
     case = parse_case(case_id, session.catalogue.masks())
     verification, findings = session.verify(kernel, case, ("truth",)), Findings()
     findings.add(case, verification)
-    if not isinstance(verification.outcome, Passed):
+    if not isinstance(verification.outcome, Passed) or item.config.getoption("benchmark_disable"):
         finish(item, session, "timing", kernel, case, verification, findings)
-    answer = _timed(item, session, kernel, case)
-    record = _record(session, kernel, case, findings, answer)
+        return
+    anchor, why_not = _anchor(session, kernel, case)
+    answer = _timed(item, session, kernel, case, anchor)
+    record = _record(session, kernel, case, findings, answer, _anchor_facts(anchor, why_not, answer["timing"]))
     keep(item, record)
     assert record.samples_ms
     benchmark.group = f"{case.mask.name} {case.direction}"
@@ -33,24 +38,62 @@ def run_timing(item: pytest.Item, session: "Session", benchmark: Any, kernel: st
     replay(benchmark, record.samples_ms)
 
 
-def _timed(item: pytest.Item, session: "Session", kernel: str, case: "Case") -> dict[str, Any]:
+def _anchor(session: "Session", kernel: str, case: "Case") -> tuple[str | None, str | None]:
+    """(the kernel to take turns with, or None; why there is none although one was asked for)."""
+    anchor = session.anchor
+    if anchor is None or anchor == kernel:
+        return None, None
+    outcome = timing_refusal(session, anchor, case) or session.verified_outcome(anchor, case)
+    return (anchor, None) if isinstance(outcome, Passed) else (None, f"{anchor} on this case: {outcome}")
+
+
+def _timed(item: pytest.Item, session: "Session", kernel: str, case: "Case", anchor: str | None) -> dict[str, Any]:
     """The worker's timing, and one more look at the results on fresh inputs; ends the test if either fails."""
-    preset = session.options.preset_values
-    request = {"op": "time", "kernel": kernel, "case": case.id, "min_samples": preset.min_samples, "sampling_s": preset.sampling_s}
+    request = {"op": "time", "kernel": kernel, "case": case.id, "anchor": anchor, "memory_limit": session.options.memory_limit}
     try:
-        answer = session.call(kernel, request)
+        answer = session.call(kernel, request | _effort(session))
     except DidNotRun as stopped:
         answer = {"outcome": stopped.outcome.to_json()}
-    from pytest_longca.outcome import outcome_from_json
-
     outcome = known(session, kernel, case, outcome_from_json(answer["outcome"]))
     if not isinstance(outcome, Passed):
-        keep(item, Record(stage="timing", kernel=kernel, mask=case.mask.name, case=case.id, outcome=outcome.to_json(), reason=str(outcome)))
+        keep(item, _untimed(session, kernel, case, outcome))
         conclude(outcome, f"{kernel} after being timed: {outcome}\ncase: {case.id}")
     return answer
 
 
-def _record(session: "Session", kernel: str, case: "Case", findings: Findings, answer: dict[str, Any]) -> Record:
+def _untimed(session: "Session", kernel: str, case: "Case", outcome: Outcome) -> Record:
+    """The record of a case that was right, and whose timing came to nothing."""
+    return Record(
+        stage="timing",
+        kernel=kernel,
+        mask=case.mask.name,
+        outcome=outcome.to_json(),
+        reason=str(outcome),
+        case=case.id,
+        shape=shape_of(case),
+        direction=str(case.direction),
+        device=session.machine.name,
+        versions=versions(session.catalogue.kernel(kernel)),
+        commit=commit(),
+        replay=replay_line(kernel, case),
+    )
+
+
+def _effort(session: "Session") -> dict[str, Any]:
+    """How long to sample: what the preset says, and never too few samples for the gate where there is one."""
+    preset = session.options.preset_values
+    least = Limits().samples if session.options.baseline else 0
+    return {"min_samples": max(preset.min_samples, least), "sampling_s": preset.sampling_s}
+
+
+def replay_line(kernel: str, case: "Case") -> str:
+    """The command that judges the case again, alone."""
+    return f"pytest --longca-kernels={kernel} --longca-case='{case.id}'"
+
+
+def _record(
+    session: "Session", kernel: str, case: "Case", findings: Findings, answer: dict[str, Any], anchor_facts: dict[str, Any]
+) -> Record:
     timing = answer["timing"]
     return Record(
         stage="timing",
@@ -73,11 +116,28 @@ def _record(session: "Session", kernel: str, case: "Case", findings: Findings, a
         device=session.machine.name,
         device_kernels=answer["device_kernels"],
         compiled_form=timing["facts"].get("compiled_form"),
-        facts={**timing["facts"], "protocol": answer["protocol"], "throttled_samples": timing["throttled"]},
+        facts=timing["facts"] | _circumstances(session, answer) | anchor_facts,
         clocks=timing["clocks"],
-        versions=versions(session.catalogue.kernel(kernel)),
+        peaks=session.peaks,
+        versions=versions(session.catalogue.kernel(kernel)) | answer["versions"],
         commit=commit(),
+        replay=replay_line(kernel, case),
     )
+
+
+def _circumstances(session: "Session", answer: dict[str, Any]) -> dict[str, Any]:
+    """How the samples were taken. `shared_machine` says that other tests ran beside them, so that they are rough."""
+    facts = {"protocol": answer["protocol"], "throttled_samples": answer["timing"]["throttled"]}
+    facts |= {"threads": answer["threads"]} if answer["threads"] else {}
+    return facts | ({SHARED: True} if session.num_sharing > 1 else {})
+
+
+def _anchor_facts(anchor: str | None, why_not: str | None, timing: dict[str, Any]) -> dict[str, Any]:
+    """The anchor, the samples that it had in turns with the kernel's, and the ratio of the medians; or why there are none."""
+    if anchor is None:
+        return {"no_anchor": why_not} if why_not else {}
+    ratio = statistics.median(timing["samples_ms"]) / statistics.median(timing["anchor_ms"])
+    return {"anchor": anchor, "anchor_samples_ms": timing["anchor_ms"], "ratio_to_anchor": ratio}
 
 
 def _extra(case: "Case", record: Record) -> dict[str, Any]:
@@ -95,5 +155,5 @@ def _extra(case: "Case", record: Record) -> dict[str, Any]:
         "compile_ms": record.compile_ms,
         "launch_ms": record.launch_ms,
         "clocks": record.clocks,
-        "facts": record.facts,
+        "facts": {name: value for name, value in record.facts.items() if name != "anchor_samples_ms"},
     }

@@ -27,7 +27,7 @@ class State:
 
 
 class Telemetry:
-    """NVML for one device; without the package nvidia-ml-py there are no readings, and the summary says so."""
+    """NVML for one device of torch's; without the package nvidia-ml-py there are no readings, and the summary says so."""
 
     def __init__(self, index: int) -> None:
         self._handle: Any = None
@@ -35,9 +35,20 @@ class Telemetry:
             import pynvml
         except ImportError:
             return
-        pynvml.nvmlInit()
         self._nvml = pynvml
-        self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        try:
+            pynvml.nvmlInit()
+            self._handle = _handle(pynvml, index)
+        except pynvml.NVMLError:  # a container without NVML's library
+            return
+
+    @property
+    def driver(self) -> str | None:
+        """The driver's version, or None where it is unknown."""
+        if self._handle is None:
+            return None
+        version = self._nvml.nvmlSystemGetDriverVersion()
+        return version.decode() if isinstance(version, bytes) else str(version)
 
     def read(self) -> State:
         """The device's state now."""
@@ -67,3 +78,13 @@ class Telemetry:
             "throttled": [name for bit, name in THROTTLES.items() if seen & bit],
             "power_capped": bool(seen & SW_POWER_CAP),
         }
+
+
+def _handle(nvml: Any, index: int) -> Any:
+    """The device that torch calls `index`: CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's, so by its UUID."""
+    import torch
+
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}".encode())
+    except nvml.NVMLError:  # a MIG slice, whose UUID is not a GPU's
+        return nvml.nvmlDeviceGetHandleByIndex(index)

@@ -11,44 +11,67 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pytest_longca.case import Case, Direction
-from pytest_longca.inputs import make_inputs
+from pytest_longca.errors import DidNotRun
+from pytest_longca.inputs import Inputs, make_inputs
 from pytest_longca.kernel import Call, Kernel
 from pytest_longca.machine import Machine
+from pytest_longca.outcome import OutOfMemory
 from pytest_longca.telemetry import State, Telemetry
 
 PROTOCOL = "events around single calls, queue filled ahead, cold L2"
 CPU_PROTOCOL = "host clock around single calls, caches as they are"
 FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU so far
-CHUNK = 10  # samples between two looks at the device's state
-MOST_RETAKES = 5
+CHUNK = 10  # most samples of a step between two looks at the device's state
+CHUNK_MS = 500.0  # about how long a chunk lasts at most
+MOST_RETAKES = 5  # chunks that are thrown away before throttled ones are kept, and told
 AHEAD_CYCLES_PER_MS = 2_000_000  # the clock is at most about 2 GHz, so a sleep lasts at least as long as asked
+MOST_AHEAD_MS = 500.0  # a call that keeps the host longer waits for the device: no queue helps there
+
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """When to stop sampling: enough samples and the median known to `confidence` (relative half-width), or the budget spent."""
+    """When to stop sampling: enough samples and the median known to `confidence` (relative half-width), or the budget spent.
+
+    Calls so long that `min_samples` of them would exceed `patience_s` get fewer, at least `fewest`.
+    """
 
     min_samples: int = 30
     max_samples: int = 300
     budget_s: float = 3.0
     confidence: float = 0.005
+    patience_s: float = 30.0
+    fewest: int = 5
 
-    def is_enough(self, samples: Sequence[float], started: float) -> bool:
-        if len(samples) >= self.max_samples:
+    def is_enough(self, samples: Sequence[float], spent_s: float) -> bool:
+        num = len(samples)
+        if num >= self.max_samples or (num >= self.fewest and spent_s > self.patience_s):
             return True
-        spent = time.perf_counter() - started > self.budget_s
-        return len(samples) >= self.min_samples and (spent or half_width(samples) <= self.confidence)
+        return num >= self.min_samples and (spent_s > self.budget_s or half_width(samples) <= self.confidence)
+
+
+@dataclass(slots=True)
+class Samples:
+    """Single calls of one or two steps, in order; `thrown` counts those of throttled chunks, `clocks` is the state of the kept ones."""
+
+    of_steps: list[list[float]]
+    thrown: int = 0
+    clocks: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Timing:
-    """What timing a case gave. Samples are single calls in order; `throttled` counts the samples thrown away."""
+    """What timing a case gave. Samples are single calls in order; `throttled` counts the samples thrown away.
+
+    `anchor_ms` are the samples of the anchor kernel that took turns with it.
+    """
 
     samples_ms: list[float]
     plan_ms: float
@@ -58,6 +81,7 @@ class Timing:
     throttled: int = 0
     clocks: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
+    anchor_ms: list[float] | None = None
 
 
 def half_width(samples: Sequence[float]) -> float:
@@ -73,18 +97,41 @@ def half_width(samples: Sequence[float]) -> float:
     return (high - low) / 2 / statistics.median(ordered)
 
 
-def time_case(kernel: Kernel, case: Case, machine: Machine, effort: Effort) -> Timing:
-    """Bind, warm up and sample one case. Raises DidNotRun if the backend refuses; the caller verifies the case before and after."""
-    inputs = make_inputs(case, machine.device)
-    clock = CLOCKS[machine.device]()
-    compile_ms, _ = clock.wall(lambda: _once(kernel.bind(case, inputs), inputs.do, case.direction))
-    plan_ms, call = clock.wall(lambda: kernel.bind(case, inputs))
-    step = _step(call, inputs.do, case.direction)
-    warm_ms, _ = clock.wall(step)
-    launch_ms = min(clock.launch(step) for _ in range(3))
-    samples, throttled, state = clock.samples(step, launch_ms, effort)
-    peak = clock.peak_bytes(lambda: _once(kernel.bind(case, inputs), inputs.do, case.direction))
-    return Timing(samples, plan_ms, max(0.0, compile_ms - plan_ms - warm_ms), launch_ms, peak, throttled, state, dict(call.facts))
+def time_case(
+    kernel: Kernel, case: Case, machine: Machine, effort: Effort, anchor: Kernel | None = None, limit_bytes: int | None = None
+) -> Timing:
+    """Bind, warm up and sample one case, in turns with the anchor if there is one.
+
+    Compilation, planning and the memory that the case needs are measured before, outside the samples. Raises DidNotRun if a backend
+    refuses or fails, or if the case needs more than `limit_bytes`. Whoever calls verifies the case before and after.
+    """
+    from pytest_longca.subject import kernel_errors
+
+    inputs, clock = make_inputs(case, machine.device), CLOCKS[machine.device]()
+    with kernel_errors(kernel.name):
+        first_ms, _ = clock.wall(lambda: _once(kernel.bind(case, inputs), inputs.do, case.direction))
+        peak, (again_ms, _) = clock.peak(lambda: clock.wall(lambda: _once(kernel.bind(case, inputs), inputs.do, case.direction)))
+        _check_memory(inputs, peak, limit_bytes)
+        plan_ms, call = clock.wall(lambda: kernel.bind(case, inputs))
+        steps = [_step(call, inputs.do, case.direction)]
+    if anchor:
+        with kernel_errors(anchor.name):
+            steps.append(_step(anchor.bind(case, inputs), inputs.do, case.direction))
+    with kernel_errors(kernel.name):
+        call_ms = max(clock.wall(step)[0] for step in steps)
+        launches_ms = [min(clock.launch(step) for _ in range(3)) for step in steps]
+        samples = interleave(clock, steps, effort, call_ms, max(launches_ms))
+    return Timing(
+        samples.of_steps[0],
+        plan_ms,
+        max(0.0, first_ms - again_ms),
+        launches_ms[0],
+        peak,
+        samples.thrown,
+        samples.clocks,
+        dict(call.facts),
+        samples.of_steps[1] if anchor else None,
+    )
 
 
 def _once(call: Call, do: Tensor, direction: Direction) -> None:
@@ -93,15 +140,80 @@ def _once(call: Call, do: Tensor, direction: Direction) -> None:
         call.backward(do)
 
 
-def _step(call: Call, do: Tensor, direction: Direction) -> Callable[[], object]:
+def _step(call: Call, do: Tensor, direction: Direction) -> Step:
     """What one sample runs; a backward runs after a forward that is not timed."""
     call.forward()
-    steps: dict[Direction, Callable[[], object]] = {
+    steps: dict[Direction, Step] = {
         Direction.FWD: call.forward,
         Direction.BWD: lambda: call.backward(do),
         Direction.FWD_BWD: lambda: _once(call, do, Direction.FWD_BWD),
     }
     return steps[direction]
+
+
+def _check_memory(inputs: Inputs, peak: int | None, limit: int | None) -> None:
+    """Raise DidNotRun(OutOfMemory) if operands and peak together exceed the limit; what was not measured does not."""
+    if limit is None or peak is None:
+        return
+    needed = peak + sum(x.untyped_storage().nbytes() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+    if needed > limit:
+        raise DidNotRun(OutOfMemory.above_limit(needed, limit))
+
+
+class Clock(Protocol):
+    """What times steps on one kind of device."""
+
+    protocol: str
+
+    def wall(self, function: Callable[[], Any]) -> tuple[float, Any]:
+        """Milliseconds until the work of `function` is done, and its result."""
+
+    def launch(self, step: Step) -> float:
+        """Milliseconds that the host spends on issuing a call."""
+
+    def chunk(self, steps: Sequence[Step], launch_ms: float) -> list[float]:
+        """The time of each call in milliseconds, one after another."""
+
+    def state(self) -> State:
+        """The device's clocks, power and temperature now, and whether it holds itself back."""
+
+    def summary(self, states: Sequence[State]) -> dict[str, Any]:
+        """Readings as JSON values."""
+
+    def peak(self, function: Callable[[], Any]) -> tuple[int | None, Any]:
+        """The most memory that `function` takes beyond what was there before, None where it is unknown; and its result."""
+
+
+def interleave(
+    clock: Clock, steps: Sequence[Step], effort: Effort, call_ms: float, launch_ms: float, now: Callable[[], float] = time.perf_counter
+) -> Samples:
+    """Sample steps in turns (ABBA), so that a drift falls on all alike, until there are enough samples of each.
+
+    A chunk after which the device says that it is throttled is thrown away and taken again, a few times.
+    """
+    order = turns(len(steps), max(1, min(CHUNK, int(CHUNK_MS / max(call_ms, 1e-3) / len(steps)))))
+    found, states, started = Samples([[] for _ in steps]), list[State](), now()
+    gc.collect()
+    while not all(effort.is_enough(samples, now() - started) for samples in found.of_steps):
+        taken = clock.chunk([steps[i] for i in order], launch_ms)
+        state = clock.state()
+        if state.is_throttled and found.thrown < MOST_RETAKES * len(order):
+            found.thrown += len(taken)
+            continue
+        states.append(state)
+        for i, sample in zip(order, taken, strict=True):
+            found.of_steps[i].append(sample)
+    found.clocks = clock.summary(states)
+    return found
+
+
+def turns(num_steps: int, each: int) -> list[int]:
+    """The order of a chunk: forwards, then backwards, until each step has had `each` turns.
+
+    >>> turns(2, 3)
+    [0, 1, 1, 0, 0, 1]
+    """
+    return [step for turn in range(each) for step in (range(num_steps) if turn % 2 == 0 else reversed(range(num_steps)))]
 
 
 class HostClock:
@@ -110,26 +222,24 @@ class HostClock:
     protocol = CPU_PROTOCOL
 
     def wall(self, function: Callable[[], Any]) -> tuple[float, Any]:
-        """Milliseconds until the work of `function` is done, and its result."""
         start = time.perf_counter()
         result = function()
         return (time.perf_counter() - start) * 1e3, result
 
-    def launch(self, step: Callable[[], object]) -> float:
-        """Milliseconds that the host spends on issuing a call: on the CPU, the call."""
+    def launch(self, step: Step) -> float:
         return self.wall(step)[0]
 
-    def samples(self, step: Callable[[], object], launch_ms: float, effort: Effort) -> tuple[list[float], int, dict[str, Any]]:
-        """Times of single calls, the number thrown away, and the device's state around them."""
-        started, samples = time.perf_counter(), list[float]()
-        gc.collect()
-        while not effort.is_enough(samples, started):
-            samples.append(self.wall(step)[0])
-        return samples, 0, {}
+    def chunk(self, steps: Sequence[Step], launch_ms: float) -> list[float]:
+        return [self.wall(step)[0] for step in steps]
 
-    def peak_bytes(self, function: Callable[[], object]) -> int | None:
-        """Memory beyond what was there before; unknown on the CPU."""
-        return None
+    def state(self) -> State:
+        return State()
+
+    def summary(self, states: Sequence[State]) -> dict[str, Any]:
+        return {}
+
+    def peak(self, function: Callable[[], Any]) -> tuple[int | None, Any]:
+        return None, function()
 
 
 class DeviceClock:
@@ -140,6 +250,7 @@ class DeviceClock:
     def __init__(self) -> None:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
         self._telemetry = Telemetry(torch.cuda.current_device())
+        self.state, self.summary = self._telemetry.read, self._telemetry.summary
 
     def wall(self, function: Callable[[], Any]) -> tuple[float, Any]:
         torch.cuda.synchronize()
@@ -148,7 +259,7 @@ class DeviceClock:
         torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e3, result
 
-    def launch(self, step: Callable[[], object]) -> float:
+    def launch(self, step: Step) -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
         step()
@@ -156,23 +267,11 @@ class DeviceClock:
         torch.cuda.synchronize()
         return taken
 
-    def samples(self, step: Callable[[], object], launch_ms: float, effort: Effort) -> tuple[list[float], int, dict[str, Any]]:
-        started, samples, thrown, states = time.perf_counter(), list[float](), 0, list[State]()
-        gc.collect()
-        while not effort.is_enough(samples, started):
-            taken = self._chunk(step, launch_ms)
-            states.append(self._telemetry.read())
-            if states[-1].is_throttled and thrown < MOST_RETAKES * CHUNK:
-                thrown += len(taken)
-                continue
-            samples += taken
-        return samples, thrown, self._telemetry.summary(states)
-
-    def _chunk(self, step: Callable[[], object], launch_ms: float) -> list[float]:
-        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(CHUNK)]
+    def chunk(self, steps: Sequence[Step], launch_ms: float) -> list[float]:
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in steps]
         torch.cuda.synchronize()
-        torch.cuda._sleep(int(AHEAD_CYCLES_PER_MS * (1.5 * launch_ms + 0.05) * CHUNK))
-        for start, end in pairs:
+        torch.cuda._sleep(int(AHEAD_CYCLES_PER_MS * min((1.5 * launch_ms + 0.05) * len(steps), MOST_AHEAD_MS)))
+        for (start, end), step in zip(pairs, steps, strict=True):
             self._flush.zero_()
             start.record()
             step()
@@ -180,13 +279,13 @@ class DeviceClock:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in pairs]
 
-    def peak_bytes(self, function: Callable[[], object]) -> int | None:
+    def peak(self, function: Callable[[], Any]) -> tuple[int | None, Any]:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        function()
+        result = function()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated() - before, result
 
 
 CLOCKS: dict[str, type[HostClock] | type[DeviceClock]] = {"cpu": HostClock, "cuda": DeviceClock}
@@ -196,8 +295,8 @@ def device_peaks() -> dict[str, float]:
     """The device's own ceilings, measured now: bf16 matrix product in TFLOP/s (8192 cubed) and copy bandwidth in GB/s (read + written)."""
     clock, effort = DeviceClock(), Effort(min_samples=20, budget_s=1.0)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product = statistics.median(clock.samples(lambda: a @ b, 0.05, effort)[0])
+    product = statistics.median(interleave(clock, [lambda: a @ b], effort, 2.0, 0.05).of_steps[0])
     source = torch.randn(2**30, device="cuda")
     target = torch.empty_like(source)
-    copy = statistics.median(clock.samples(lambda: target.copy_(source), 0.05, effort)[0])
+    copy = statistics.median(interleave(clock, [lambda: target.copy_(source)], effort, 2.0, 0.05).of_steps[0])
     return {"matmul_tflop_per_s": 2 * 8192**3 / product / 1e9, "copy_gb_per_s": 2 * source.nbytes / copy / 1e6}

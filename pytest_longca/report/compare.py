@@ -182,6 +182,8 @@ class _Times:
         medians = series[key].medians_ms(self.limits.samples)
         if self.anchor is None:
             return list(medians.values())
+        if pairs := series[key].beside(self.anchor, self.limits.samples):
+            return [value / other for value, other in pairs.values()]
         beside = self._anchor_medians(key, series)
         if medians.keys() & beside.keys():
             return [value / beside[process] for process, value in medians.items() if process in beside]
@@ -189,7 +191,11 @@ class _Times:
 
     def _floor(self, key: Key, series: SeriesByKey) -> float:
         """The floor in the unit of the values: milliseconds, or a share of the anchor's time."""
-        return self.limits.floor_ms / (statistics.median(self._anchor_medians(key, series).values()) if self.anchor else 1.0)
+        if self.anchor is None:
+            return self.limits.floor_ms
+        pairs = series[key].beside(self.anchor, self.limits.samples)
+        others = [other for _, other in pairs.values()] or list(self._anchor_medians(key, series).values())
+        return self.limits.floor_ms / statistics.median(others)
 
     def _anchor_medians(self, key: Key, series: SeriesByKey) -> dict[str, float]:
         anchor_key = dataclasses.replace(key, kernel=self.anchor or "")

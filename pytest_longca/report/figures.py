@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from pytest_longca.report.record import Record
 
+SHARED = "shared_machine"
+"""The fact of a record whose samples were taken while other tests ran beside them: they are rough."""
+
 REFUTED = frozenset({"wrong", "known_wrong", "crashed", "timed_out"})
 
 

@@ -53,6 +53,15 @@ class Series:
                 samples.setdefault(record.process or f"record {number}", []).extend(record.samples_ms)
         return {process: statistics.median(values) for process, values in samples.items() if len(values) >= min_samples}
 
+    def beside(self, anchor: str, min_samples: int) -> dict[str, tuple[float, float]]:
+        """(median time, the anchor's median time) of each process that sampled both in turns, `min_samples` times at least."""
+        pairs: dict[str, tuple[float, float]] = {}
+        for number, record in enumerate(self.records):
+            others = record.facts.get("anchor_samples_ms") if record.facts.get("anchor") == anchor else None
+            if record.samples_ms and others and min(len(record.samples_ms), len(others)) >= min_samples:
+                pairs[record.process or f"record {number}"] = (statistics.median(record.samples_ms), statistics.median(others))
+        return pairs
+
     def peaks_bytes(self) -> list[float]:
         """The peak memory of each record that has one."""
         return [float(record.peak_bytes) for record in self.records if record.peak_bytes is not None]
@@ -77,6 +86,18 @@ def by_key(records: Iterable[Record]) -> dict[Key, Series]:
     for record in records:
         groups.setdefault(key_of(record), Series()).records.append(record)
     return groups
+
+
+def settled(records: Iterable[Record]) -> list[Record]:
+    """The records without those of postponed items that another record of the same key has caught up on."""
+    records = list(records)
+    judged = {key_of(record) for record in records if not is_postponed(record)}
+    return [record for record in records if not is_postponed(record) or key_of(record) not in judged]
+
+
+def is_postponed(record: Record) -> bool:
+    """Whether only time ran out before the item."""
+    return bool(record.outcome.get("is_postponed"))
 
 
 def the_one(name: str, values: Iterable[str | None], where: str) -> str | None:

@@ -7,10 +7,14 @@ from pathlib import Path
 
 from pytest_longca.errors import InvalidArgument
 from pytest_longca.report.record import Record
+from pytest_longca.report.series import settled
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """All records of a file, in order. Raises InvalidArgument, with file and line, on anything that is no record."""
+    """The records of a file, in order, without postponed items that were run later.
+
+    Raises InvalidArgument, with file and line, on anything that is no record.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -18,7 +22,7 @@ def read_records(path: str | Path) -> list[Record]:
     records = [_record(path, number, line, last=number == len(lines)) for number, line in enumerate(lines, 1) if line.strip()]
     if not records:
         raise InvalidArgument(f"{path}: holds no records; name a file that --longca-json wrote")
-    return records
+    return settled(records)
 
 
 def _record(path: str | Path, number: int, line: str, last: bool) -> Record:

@@ -4,7 +4,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
-from pytest_longca.report.figures import fastest, fraction_of_peak, median_ms, tflop_per_s
+from pytest_longca.report.figures import SHARED, fastest, fraction_of_peak, median_ms, tflop_per_s
 from pytest_longca.report.matrix import MARKS, Matrix, Reason, column, matrix
 from pytest_longca.report.record import Record
 
@@ -114,6 +114,7 @@ def _wrapped(text: str, width: int, paint: Paint, colour: str) -> list[str]:
 def fastest_lines(records: Iterable[Record], width: int) -> list[str]:
     """The fastest verified kernel for each mask, shape and pass, with its figures; empty where nothing was timed."""
     lines: list[str] = []
+    records = list(records)
     for key, ranked in fastest(records).items():
         best = ranked[0]
         text = f"{key.mask} {key.shape} {key.direction}: {column(best)} {_figures(best)}"
@@ -121,7 +122,9 @@ def fastest_lines(records: Iterable[Record], width: int) -> list[str]:
             ratio = (median_ms(ranked[1]) or 0.0) / (median_ms(best) or 1.0)
             text += f", {ratio:.2f}x the speed of {column(ranked[1])}"
         lines += textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
-    return ["fastest verified kernel:", *lines] if lines else []
+    is_rough = any(record.facts.get(SHARED) for record in records)
+    title = "fastest verified kernel (rough: other tests ran beside the timings):" if is_rough else "fastest verified kernel:"
+    return [title, *lines] if lines else []
 
 
 def _figures(record: Record) -> str:

@@ -10,6 +10,12 @@ from pytest_longca.speed import run_timing
 
 @pytest.mark.benchmark(timer=replayed_device_time)
 def test_timing(
-    request: pytest.FixtureRequest, longca: Session, benchmark: BenchmarkFixture, longca_kernel_name: str, longca_case_id: str
+    request: pytest.FixtureRequest,
+    longca: Session,
+    benchmark: BenchmarkFixture,
+    longca_kernel_name: str,
+    longca_case_id: str,
+    longca_process: int,
 ) -> None:
+    longca.enter_process(longca_process)
     run_timing(request.node, longca, benchmark, longca_kernel_name, longca_case_id)

@@ -8,7 +8,7 @@ from tests.plugin.conftest import Run
 def test_an_option_and_no_path_runs_the_suite_from_an_empty_directory(judge: Run) -> None:
     result = judge("--longca-kernels=naive", "-v")
     assert result.ret == 0
-    result.assert_outcomes(passed=2, skipped=2)
+    result.assert_outcomes(passed=2, skipped=3)
     result.stdout.fnmatch_lines(["longca/test_conformance.py::test_probes?naive-causal? PASSED*"])
 
 
@@ -38,12 +38,12 @@ def test_a_node_id_can_be_pasted_back(judge: Run) -> None:
 
 
 def test_pyargs_names_the_suite(judge: Run) -> None:
-    judge("--longca-kernels=naive", "--pyargs", "pytest_longca.suite").assert_outcomes(passed=2, skipped=2)
+    judge("--longca-kernels=naive", "--pyargs", "pytest_longca.suite").assert_outcomes(passed=2, skipped=3)
 
 
 def test_a_users_python_files_and_functions_do_not_hide_the_suite(judge: Run, pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\npython_files = check_*.py\npython_functions = check_*\n")
-    judge("--longca-kernels=naive").assert_outcomes(passed=2, skipped=2)
+    judge("--longca-kernels=naive").assert_outcomes(passed=2, skipped=3)
 
 
 @pytest.mark.parametrize("args", [("-k", "probes"), ("-x", "-k", "probes"), ("-m", "not slow", "-k", "probes")])

@@ -13,7 +13,7 @@ def given(**values: str) -> options.Options:
 
 def test_defaults_are_the_default_preset_on_all_masks_with_seed_0() -> None:
     parsed = given()
-    assert (parsed.preset, parsed.masks, parsed.seed, parsed.kernels) == ("default", ("all",), 0, None)
+    assert (parsed.preset, parsed.chosen("masks", "cpu"), parsed.seed, parsed.kernels) == ("default", ("all",), 0, None)
 
 
 def test_an_option_beats_the_preset_and_the_preset_knows_the_device() -> None:
@@ -30,6 +30,22 @@ def test_lengths_heads_sizes_and_times_are_read_with_their_units() -> None:
     assert parsed.memory_limit == 80 * 10**9
     assert parsed.timeout == 540.0
     assert parsed.densities == (0.1, 1.0)
+
+
+def test_a_presets_masks_passes_and_densities_are_its_own_until_an_option_says_otherwise() -> None:
+    sparse = given(preset="paper-sparse")
+    assert sparse.chosen("masks", "cuda") == ("block",)
+    assert sparse.chosen("densities", "cuda") == (0.1, 0.2, 0.5, 0.8, 1.0)
+    assert sparse.chosen("seqlens", "cuda") == (32768, 65536, 131072)
+    dense = given(preset="paper-dense", seqlens="1k", passes="fwd")
+    assert (dense.chosen("masks", "cuda"), dense.chosen("seqlens", "cuda")) == (("static",), (1024,))
+    assert (dense.chosen("passes", "cuda"), dense.chosen("heads", "cuda")) == (("fwd",), ((64, 8), (64, 64)))
+
+
+def test_the_gates_limits_are_fractions_and_off_is_none() -> None:
+    parsed = given(fail_slower="3%", fail_memory="off", allow="added")
+    assert (parsed.fail_slower, parsed.fail_memory, parsed.fail_error) == (0.03, None, 0.25)
+    assert (parsed.allow, parsed.forbid) == ({"added"}, None)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +69,12 @@ def test_lengths_heads_sizes_and_times_are_read_with_their_units() -> None:
         ("timeout", "9", "9m"),
         ("memory_limit", "80", "80GB"),
         ("seed", "-3", "whole number"),
+        ("fail_slower", "5", "5%"),
+        ("fail_memory", "0%", "or off"),
+        ("allow", "added,other-drivr", "did you mean 'other-driver'"),
+        ("forbid", "noisy", "unknown verdict"),
+        ("budget", "9 minutes", "9m"),
+        ("processes", "0", "positive whole number"),
     ],
 )
 def test_a_bad_value_names_the_option_and_says_what_to_write(name: str, value: str, says: str) -> None:

@@ -1,0 +1,88 @@
+"""The end of a run: the gate, the page and the summary, from the records alone."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_longca.errors import InvalidArgument
+from pytest_longca.options import Options
+from pytest_longca.report.baseline import gate
+from pytest_longca.report.output import write_reports
+from pytest_longca.report.record import Record
+from pytest_longca.report.series import is_postponed
+from pytest_longca.report.verdict import Comparison, Limits
+
+if TYPE_CHECKING:
+    from pytest_longca.mask import Mask
+
+BASELINE_PROCESSES = Limits().processes
+"""How many processes time each case when there is no baseline yet."""
+COMPARED_PROCESSES = 2
+"""How many processes time each case when there is one: the gate looks twice."""
+
+
+@dataclass
+class Closing:
+    """What is said at the end, the exit status (0, 1, 2), and the comparison if there was one."""
+
+    lines: list[str] = field(default_factory=list)
+    exit_code: int = 0
+    comparison: Comparison | None = None
+
+
+def close(records: Sequence[Record], options: Options, is_complete: bool, masks: "Mapping[str, type[Mask]] | None" = None) -> Closing:
+    """Compare with the baseline (or write it) and write the reports. Nothing raises: what cannot be done is said, and is not green."""
+    closing = Closing()
+    if options.baseline:
+        _gate(closing, records, options, is_complete)
+    for page, summary in ((options.html, None), (None, options.md)):
+        if records and (path := page or summary):
+            try:
+                write_reports(records, closing.comparison, page, summary, masks)
+            except InvalidArgument as error:
+                closing.lines.append(f"report: {error}")
+                closing.exit_code = closing.exit_code or 2
+            else:
+                closing.lines.append(f"report: {path}")
+    return closing
+
+
+def _gate(closing: Closing, records: Sequence[Record], options: Options, is_complete: bool) -> None:
+    if reason := _why_no_gate(records, options, is_complete):
+        closing.lines.append(f"gate: {reason}")
+        closing.exit_code = 2
+        return
+    limits = Limits(slower=options.fail_slower, memory=options.fail_memory, error=options.fail_error)
+    policy = (options.allow or frozenset(), options.forbid or frozenset())
+    try:
+        found = gate(options.baseline, records, limits, options.anchor, *policy)
+    except InvalidArgument as error:
+        closing.lines.append(f"gate: {error}")
+        closing.exit_code = 2
+        return
+    closing.lines += [f"gate: {line}" for line in found.text.splitlines()]
+    closing.exit_code, closing.comparison = found.exit_code, found.comparison
+
+
+def _why_no_gate(records: Sequence[Record], options: Options, is_complete: bool) -> str | None:
+    if not records:
+        return "no results, so nothing was compared and no baseline was written"
+    if not is_complete:
+        return "the run was cut short, so nothing was compared and no baseline was written"
+    postponed = sum(is_postponed(record) for record in records)
+    if postponed and not Path(options.baseline).exists():
+        return f"{postponed} items were outside the budget, so no baseline was written: go on with --longca-resume"
+    return None
+
+
+def check_paths(options: Options) -> None:
+    """Raise InvalidArgument for a report that cannot be written or a file that cannot be read, before anything runs."""
+    import importlib.util
+
+    if options.html and importlib.util.find_spec("jinja2") is None:
+        raise InvalidArgument("--longca-html needs jinja2, which is not installed: pip install 'pytest-longca[report]'")
+    for name in ("html", "md", "baseline"):
+        path = options.values[name]
+        if path and not Path(path).absolute().parent.is_dir():
+            raise InvalidArgument(f"--longca-{name}: the folder of {path} does not exist: make it, or name another file")
