@@ -32,7 +32,11 @@ from pytest_longca.packing import aligned
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The arguments that forward and backward share. `empty` says that some query block selects nothing."""
+    """The arguments that forward and backward share. `empty` says that some query block selects nothing.
+
+    `sizes` int32 `[batch, heads_q, blocks_kv]`: upstream's forward makes that of a shorter one in every call. Its backward takes `[batch,
+    blocks_kv]`, which is the first head's, as heads do not differ.
+    """
 
     index: Tensor
     num: Tensor
@@ -45,7 +49,6 @@ class Plan:
         return {
             "q2k_block_index": self.index,
             "q2k_block_nums": self.num,
-            "block_sizes": self.sizes,
             "sparse_block_size": self.block,
             "softmax_scale": self.scale,
             "layout": "bshd",
@@ -86,7 +89,7 @@ class CudnnSparse(Kernel):
         lists = blocks.padded_lists(layout.block_map)
         blocks.check_lists(lists, layout.block_map.shape[-1])
         index, num = (x.expand(case.batch, case.heads_q, *x.shape[1:]).contiguous() for x in (lists.index, lists.num))
-        sizes = layout.kv.sizes if layout.kv.slots is not None else None
+        sizes = layout.kv.sizes.expand(*num.shape[:2], -1).contiguous() if layout.kv.slots is not None else None
         plan = Plan(index, num, sizes, block, case.scale, bool((num == 0).any()))
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +115,7 @@ class CudnnBlockSparse(torch.autograd.Function):
         from cudnn.block_sparse_attention import block_sparse_attention_forward
 
         with contextlib.redirect_stdout(sys.stderr):
-            result = block_sparse_attention_forward(q, k, v, **plan.arguments(), allow_empty_block_nums=plan.empty)
+            result = block_sparse_attention_forward(q, k, v, **plan.arguments(), block_sizes=plan.sizes, allow_empty_block_nums=plan.empty)
         out, lse = result["o_tensor"], result["lse_tensor"]
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan = plan
@@ -124,6 +127,7 @@ class CudnnBlockSparse(torch.autograd.Function):
         from cudnn.block_sparse_attention import block_sparse_attention_backward
 
         q, k, v, out, lse = ctx.saved_tensors
+        sizes = None if ctx.plan.sizes is None else ctx.plan.sizes[:, 0].contiguous()
         with contextlib.redirect_stdout(sys.stderr):
-            result = block_sparse_attention_backward(aligned(grads[0]), q, k, v, out, lse, **ctx.plan.arguments())
+            result = block_sparse_attention_backward(aligned(grads[0]), q, k, v, out, lse, **ctx.plan.arguments(), block_sizes=sizes)
         return result["dq_tensor"], result["dk_tensor"], result["dv_tensor"], None

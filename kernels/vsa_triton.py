@@ -30,7 +30,8 @@ class Config:
     """How one kernel is launched.
 
     `tma` reads the other side through tensor descriptors where tiles are full and strides allow it; `in_registers` (not for dk and dv,
-    which need theirs for sums) keeps the program's own operands in registers instead of shared memory.
+    which need theirs for sums) keeps the program's own operands in registers instead of shared memory. `max_registers` a thread lets one
+    more program live on a multiprocessor.
     """
 
     block_m: int
@@ -39,6 +40,15 @@ class Config:
     num_stages: int = 3
     tma: bool = False
     in_registers: bool = False
+    max_registers: int | None = None
+
+    def keeps_in_registers(self, head_dim: int) -> bool:
+        """Whether the own operands of this padded head dim are kept in registers.
+
+        Where a tile of P is as wide as they are, ptxas gives P the registers of q, which the next round still needs, and every row is wrong
+        (ptxas 12.8, which Triton 3.6 brings along; not that of Triton 3.9).
+        """
+        return self.in_registers and head_dim != self.block_n
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +61,7 @@ class Configs:
 
 
 CONFIGS: dict[int, Configs] = {
-    128: Configs(Config(128, 128, 8, 2, True), Config(128, 64, 8, 2, True), Config(64, 128, 8, 2, True)),
+    128: Configs(Config(64, 64, 4, 3, True, True), Config(128, 64, 8, 2, True), Config(64, 128, 8, 2, True)),
     64: Configs(Config(64, 64, 4, 3, True, True), Config(64, 64, 4, 3, True, True), Config(64, 64, 4, 2, True)),
     1: Configs(Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
 }

@@ -48,7 +48,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, plan: "Plan", scale: float) 
     tma, (k_read, v_read) = _readers(config, side, config.block_n, k, v)
     vsa_triton_forward[side.num_tiles, batch * heads_q](
         q, k_read, v_read, out, lse, *_side(side), heads_q, heads_q // k.shape[2], seqlen_q, scale * LOG2E,
-        *_strides(q, k, v, out), **_shapes(q, v, side, config), TMA=tma, IN_REGISTERS=config.in_registers,
+        *_strides(q, k, v, out), **_shapes(q, v, side, config), TMA=tma, IN_REGISTERS=_in_registers(q, v, config),
     )  # fmt: skip
     return out, lse
 
@@ -68,7 +68,7 @@ def launch_backward(
     tma, (k_read, v_read) = _readers(config, side, config.block_n, k, v)
     vsa_triton_dq[side.num_tiles, batch * heads_q](
         q, k_read, v_read, out, lse, do, delta, dq, *_side(side), heads_q, *sizes,
-        *_strides(q, k, v, out, do, dq), **_shapes(q, v, side, config), TMA=tma, IN_REGISTERS=config.in_registers,
+        *_strides(q, k, v, out, do, dq), **_shapes(q, v, side, config), TMA=tma, IN_REGISTERS=_in_registers(q, v, config),
     )  # fmt: skip
 
     side, config = plan.dkdv, plan.configs.dkdv
@@ -88,12 +88,20 @@ def _side(side: "Side", *part: Tensor | None) -> tuple[Any, ...]:
 
 def _shapes(q: Tensor, v: Tensor, side: "Side", config: "Config") -> dict[str, Any]:
     d, dv = q.shape[-1], v.shape[-1]
-    padded, padded_v = (max(16, triton.next_power_of_2(n)) for n in (d, dv))
+    padded, padded_v = _padded(d), _padded(dv)
     return {
         "D": d, "DV": dv, "HEAD_DIM": padded, "HEAD_DIM_V": padded_v, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "FULL_OWN": side.full_own, "FULL_OTHER": side.lists.stop is None, "PAD_D": padded != d, "PAD_V": padded_v != dv,
-        "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers,
     }  # fmt: skip
+
+
+def _in_registers(q: Tensor, v: Tensor, config: "Config") -> bool:
+    return all(config.keeps_in_registers(_padded(x.shape[-1])) for x in (q, v))
+
+
+def _padded(dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(dim)))
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:

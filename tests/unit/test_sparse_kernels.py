@@ -101,14 +101,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) ->
 
 
 def listed(index: Tensor, num: Tensor, sizes: Tensor | None, block: int, num_blocks: int) -> Tensor:
-    """The mask that padded lists [batch, heads, rows, capacity] and valid sizes of key blocks mean: [batch, heads, rows * block, keys]."""
+    """The mask that padded lists [batch, heads, rows, capacity] and valid sizes of key blocks mean: [batch, heads, rows * block, keys].
+
+    Sizes are `[blocks]`, or `[batch, heads or 1, blocks]`.
+    """
     assert index.dtype == num.dtype == torch.int32
     assert index.is_contiguous() and num.is_contiguous()
     block_map = torch.zeros(*index.shape[:3], num_blocks, dtype=torch.bool)
     for b, h, row in torch.ones_like(num).nonzero().tolist():
         block_map[b, h, row, index[b, h, row, : num[b, h, row]].long()] = True
     visible = block_map.repeat_interleave(block, 2).repeat_interleave(block, 3)
-    return visible if sizes is None else visible & (torch.arange(block) < sizes[:, None]).flatten()
+    return visible if sizes is None else visible & (torch.arange(block) < sizes[..., None]).flatten(-2).unsqueeze(-2)
 
 
 def fastvideo(name: str) -> Any:
@@ -140,6 +143,11 @@ class CudnnStandIn:
         assert arguments.pop("allow_empty_block_nums", True) or num.min() > 0
         return listed(index, num, arguments["block_sizes"], block, k.shape[1] // block)
 
+    @staticmethod
+    def _check_sizes(arguments: dict[str, Any], *shape: int) -> None:
+        sizes = arguments["block_sizes"]
+        assert sizes is None or (sizes.dtype == torch.int32 and sizes.is_contiguous() and sizes.shape[:-1] == shape)
+
     @classmethod
     def _attend(cls, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
         visible = cls._visible(q, k, arguments)
@@ -148,6 +156,7 @@ class CudnnStandIn:
 
     @classmethod
     def block_sparse_attention_forward(cls, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> dict[str, Tensor]:
+        cls._check_sizes(arguments, q.shape[0], q.shape[2])
         out, lse = cls._attend(q, k, v, arguments)
         return {"o_tensor": out, "lse_tensor": lse}
 
@@ -157,6 +166,9 @@ class CudnnStandIn:
     ) -> dict[str, Tensor]:
         assert out.shape == do.shape
         assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+        cls._check_sizes(arguments, q.shape[0])
+        if arguments["block_sizes"] is not None:
+            arguments["block_sizes"] = arguments["block_sizes"][:, None]
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
             again, _ = cls._attend(*leaves, arguments)

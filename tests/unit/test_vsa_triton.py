@@ -135,6 +135,12 @@ def test_strides_do_not_change_a_bit(layout: Layout) -> None:
         assert torch.equal(a, b)
 
 
+def test_operands_as_wide_as_a_tile_of_keys_stay_in_shared_memory() -> None:
+    config = Config(64, 64, in_registers=True)
+    assert [dim for dim in (16, 32, 64, 128) if config.keeps_in_registers(dim)] == [16, 32, 128]
+    assert not Config(64, 64).keeps_in_registers(128)
+
+
 @pytest.mark.parametrize(("layout", "heads_kv"), [(Layout.CONTIGUOUS, 1), (Layout.BHSD, 2), (Layout.FUSED, 2), (Layout.EXPANDED, 1)])
 def test_descriptors_and_register_operands_give_what_pointers_give(monkeypatch: pytest.MonkeyPatch, layout: Layout, heads_kv: int) -> None:
     block_map = ExplicitMap.of([[[1, 0, 1], [0, 1, 1]], [[0, 0, 1], [0, 1, 0]]])

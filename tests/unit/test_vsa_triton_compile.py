@@ -1,12 +1,15 @@
 """The launch table of vsa_triton compiles for Hopper, and to its matrix instructions and tensor descriptors: seen without a GPU.
 
-The interpreter accepts kernels that the compiler does not. Another process compiles, as this one may have imported Triton to interpret.
+The interpreter accepts kernels that the compiler does not, and sees nothing of what NVIDIA's assembler makes of them. Another process
+compiles, as this one may have imported Triton to interpret.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,8 @@ POINTERS = dict.fromkeys(("q", "k", "v", "out", "do", "dq", "dk", "dv"), "*bf16"
 POINTERS |= dict.fromkeys(("order", "own_start", "own_stop", "own_block", "start", "stop", "part"), "*i32")
 
 
-def compiled(kernel: Any, config: Any, full: bool, grouped: bool) -> dict[str, Any]:
-    """What the compiler made of a kernel under a configuration, head_dim 128, bf16."""
+def compiled(kernel: Any, config: Any, full: bool, grouped: bool, dim: int) -> dict[str, Any]:
+    """What the compiler made of a kernel under a configuration, bf16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -26,49 +29,107 @@ def compiled(kernel: Any, config: Any, full: bool, grouped: bool) -> dict[str, A
     other = config.block_n if "part" not in kernel.arg_names else config.block_m
     tma = config.tma and full
     constants: dict[str, Any] = {
-        "HEAD_DIM": 128, "HEAD_DIM_V": 128, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL_OWN": full, "FULL_OTHER": full,
-        "PAD_D": False, "PAD_V": False, "TMA": tma, "IN_REGISTERS": config.in_registers, "GROUPED": grouped,
+        "HEAD_DIM": dim, "HEAD_DIM_V": dim, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL_OWN": full, "FULL_OTHER": full,
+        "PAD_D": False, "PAD_V": False, "TMA": tma, "IN_REGISTERS": config.keeps_in_registers(dim), "GROUPED": grouped,
     }  # fmt: skip
     constants |= ({"stop": None} if full else {}) | ({} if grouped else {"part": None})
     read_by_tile = ("k", "v") if "part" not in kernel.arg_names else ("q", "do")
     types = dict(POINTERS, scale="fp32", scale_log2="fp32")
-    types |= {name: f"tensordesc<bf16[{other}, 128]>" for name in read_by_tile if tma}
+    types |= {name: f"tensordesc<bf16[{other}, {dim}]>" for name in read_by_tile if tma}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith(("*", "i32"))}
     source = ASTSource(
         kernel, signature, {(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants}, attrs=aligned
     )
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = made.asm["ptx"]
     return {
         "kernel": kernel.__name__, "wants_tma": tma, "tma": "cp.async.bulk.tensor" in ptx, "wgmma": "wgmma.mma_async" in ptx,
-        "shared": made.metadata.shared,
+        "shared": made.metadata.shared, "lost": lost_operands(disassembled(made.asm["cubin"])),
     }  # fmt: skip
 
 
-def compile_table(size: int) -> list[dict[str, Any]]:
+def disassembled(cubin: bytes) -> str:
+    """The machine code, by the disassembler that Triton brings along."""
+    from triton.backends.nvidia.compiler import __file__ as backend
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(Path(backend).parent / "bin" / "nvdisasm"), "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def lost_operands(code: str) -> list[int]:
+    """Registers that a matrix product in a loop reads before the loop writes them: the second round has lost the first one's operand.
+
+    Our loops carry no such operand from round to round: it is made in the round, or before the loop and kept.
+    """
+    labels: dict[str, int] = {}
+    steps: list[str] = []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(steps)
+        elif step := re.match(r"\s+/\*[0-9a-f]{4,5}\*/\s+(.*?)\s*;", line):
+            steps.append(step[1])
+    lost: set[int] = set()
+    for end, step in enumerate(steps):
+        jump = re.search(r"BRA `\((\.L_x_\d+)\)", step)
+        body = steps[labels.get(jump[1], end) : end] if jump else []
+        if not any("EXIT" in inner for inner in body):  # else it is no loop: rare branches lie behind the end, and jump back
+            lost |= _lost_in_loop(body)
+    return sorted(lost)
+
+
+def _lost_in_loop(body: list[str]) -> set[int]:
+    written: dict[int, int] = {}  # where each register is first written, but by a matrix product
+    for at, step in enumerate(body):
+        if target := re.match(r"(?:@!?U?P\d+ )?(?!HGMMA|ST|BAR|SYNCS)[A-Z0-9_.]+(?: !?U?PT?\d*,)? R(\d+)(?:\.\w+)?,", step):
+            written.setdefault(int(target[1]), at)
+    reads = ((at, int(read[1])) for at, step in enumerate(body) if (read := re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", step)))
+    return {register for at, first in reads for register in range(first, first + 4) if written.get(register, at) > at}
+
+
+def compile_table(size: int, dim: int) -> list[dict[str, Any]]:
     from pytest_longca.kernels import vsa_triton_kernels as kernels
     from pytest_longca.kernels.vsa_triton import CONFIGS
 
     configs, full = CONFIGS[size], size > 1
     return [
-        compiled(kernels.vsa_triton_forward, configs.forward, full, grouped=False),
-        compiled(kernels.vsa_triton_dq, configs.dq, full, grouped=False),
-        compiled(kernels.vsa_triton_dkdv, configs.dkdv, full, grouped=size == 1),
+        compiled(kernels.vsa_triton_forward, configs.forward, full, False, dim),
+        compiled(kernels.vsa_triton_dq, configs.dq, full, False, dim),
+        compiled(kernels.vsa_triton_dkdv, configs.dkdv, full, size == 1, dim),
     ]
 
 
-@pytest.mark.parametrize("size", [1, 64, 128])
-def test_the_launch_table_compiles_for_hopper(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "dim"), [(1, 128), (64, 64), (64, 128), (128, 128)])
+def test_the_launch_table_compiles_for_hopper(size: int, dim: int, tmp_path: Path) -> None:
     env = dict(os.environ, PYTHONPATH=str(ROOT), TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
-    ran = subprocess.run([sys.executable, __file__, str(size)], env=env, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run([sys.executable, __file__, str(size), str(dim)], env=env, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr[-3000:]
     for made in json.loads(ran.stdout.splitlines()[-1]):
         assert made["wgmma"], made
         assert made["tma"] == made["wants_tma"], made
         assert made["shared"] <= 227 * 1024, made
+        assert not made["lost"], made
+
+
+LOOP = """
+.L_x_3:
+        /*2660*/                   MOV R9, RZ ;
+        /*27a0*/                   HGMMA.64x64x16.F32.BF16 R24, R100, gdesc[UR20], RZ, !UPT ;
+        /*27b0*/                   HGMMA.64x64x16.F32.BF16 R24, R96, gdesc[UR20], R24, gsb0 ;
+        /*3440*/                   F2FP.BF16.F32.PACK_AB R{own}, R25, R24 ;
+        /*3450*/                   HGMMA.64x64x16.F32.BF16 R56, R{own}, gdesc[UR20].tnspB, R56 ;
+        /*39a0*/               @P0 BRA `(.L_x_3) ;
+"""
+
+
+def test_an_operand_that_the_loop_overwrites_is_found_in_machine_code() -> None:
+    assert lost_operands(LOOP.replace("{own}", "88")) == []
+    assert lost_operands(LOOP.replace("{own}", "100")) == [100]
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_table(int(sys.argv[1]))))
+    print(json.dumps(compile_table(int(sys.argv[1]), int(sys.argv[2]))))
