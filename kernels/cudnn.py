@@ -45,7 +45,7 @@ class Cudnn(Kernel):
         rules = (
             (
                 any(kv == 0 < q for q, kv in zip(varlen.lens_q, varlen.lens_kv, strict=True)),
-                "takes no queries whose document has no keys: it would leave their out unwritten and their lse 0",
+                "takes no queries whose document has no keys: their out would be garbage and their lse 0",
             ),
             (
                 case.direction.needs_backward and max(case.head_dim, case.head_dim_v) > 128 and _below_hopper(machine),

@@ -321,9 +321,9 @@ def conclude(bench: Bench, kernels: list[str], masks: list[str], seqlens: list[i
                 times = [bench.median(name, mask, seqlen, direction) for name in kernels]
                 say(f"{mask:22} " + " ".join(f"{flop / ms / 1e9:10.0f}" if ms else f"{'':>10}" for ms in times))
     say(f"\ntimes as fast as {BASE}: geometric mean (least, masks)")
-    for name in kernels if BASE in kernels else ():
+    for name in [name for name in kernels if name != BASE] if BASE in kernels else []:
         parts = []
-        for seqlen in seqlens if name != BASE else ():
+        for seqlen in seqlens:
             for direction in DIRECTIONS:
                 pairs = [(bench.median(BASE, m, seqlen, direction), bench.median(name, m, seqlen, direction)) for m in masks]
                 ratios = [theirs / mine for theirs, mine in pairs if theirs and mine]
