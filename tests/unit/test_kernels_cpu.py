@@ -11,7 +11,7 @@ from pytest_longca.case import Case, Direction, Layout
 from pytest_longca.catalogue import KERNELS, MASKS, load
 from pytest_longca.inputs import make_inputs
 from pytest_longca.judge import Result, judge
-from pytest_longca.kernel import Kernel
+from pytest_longca.kernel import SUMS_IN_DTYPE, Kernel
 from pytest_longca.machine import CPU
 from pytest_longca.mask import PredicateMask
 from pytest_longca.masks.regular import Causal, CausalSlidingWindow, Full
@@ -29,7 +29,7 @@ def error_over_limit(kernel: Kernel, case: Case) -> dict[str, float]:
     call = kernel.bind(case, inputs)
     out, lse = call.forward()
     grads = call.backward(inputs.do) if case.direction.needs_backward else ()
-    result = Result(out.detach(), None if lse is None else lse.detach(), *grads)
+    result = Result(out.detach(), None if lse is None else lse.detach(), *grads, sums_in_dtype=SUMS_IN_DTYPE in call.facts)
     return {verdict.tensor: verdict.error_over_limit for verdict in judge(case, inputs, compute(case, inputs), result)}
 
 
@@ -154,7 +154,7 @@ def test_gradients_can_be_taken_twice_from_one_forward() -> None:
 def test_sdpa_uses_its_causal_flag_on_squares_only_and_records_how_it_ran(mask: object, form: str) -> None:
     case = Case(mask=mask, head_dim=16)  # type: ignore[arg-type]  # masks of several kinds
     call = kernel_named("sdpa").bind(case, make_inputs(case))
-    assert call.facts == {"backend": "FLASH_ATTENTION", "mask_form": form}
+    assert call.facts == {"backend": "FLASH_ATTENTION", "mask_form": form, SUMS_IN_DTYPE: "gradients, block by block"}
 
 
 def test_sdpa_pins_math_where_the_cpu_flash_does_not_go() -> None:
