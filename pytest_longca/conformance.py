@@ -48,8 +48,12 @@ class Findings:
         self.has_backward |= case.direction.needs_backward
         self.facts |= verification.facts
         for tensor, ratio in verification.worst.items():
-            if ratio >= self.worst.get(tensor, (-1.0, ""))[0]:
-                self.worst[tensor] = (ratio, case.id)
+            self.note(tensor, ratio, case)
+
+    def note(self, tensor: str, ratio: float, case: "Case") -> None:
+        """Remember the case on which a tensor came closest to its limit."""
+        if ratio >= self.worst.get(tensor, (-1.0, ""))[0]:
+            self.worst[tensor] = (ratio, case.id)
 
     def verdicts(self) -> list[dict[str, Any]]:
         return [{"tensor": tensor, "error_over_limit": ratio, "case": case} for tensor, (ratio, case) in self.worst.items()]
@@ -100,7 +104,7 @@ def finish_cell(item: pytest.Item, session: "Session", stage: str, kernel: str, 
     """Record a cell whose cases all passed; a cell without a case is not a pass."""
     outcome: Outcome = Passed() if findings.num_cases else NotVerified("no case of this cell could run here")
     direction = "fwd_bwd" if findings.has_backward else "fwd"
-    keep(item, _record(session, stage, kernel, mask, outcome, findings, direction=direction))
+    keep(item, record(session, stage, kernel, mask, outcome, findings, direction=direction))
     conclude(outcome, "")
 
 
@@ -111,7 +115,7 @@ def finish(
     replay = f"pytest --longca-kernels={kernel} --longca-case='{case.id}'"
     outcome = known(session, kernel, case, verification.outcome)
     about = {"case": case.id, "shape": shape_of(case), "direction": str(case.direction), "replay": replay}
-    keep(item, _record(session, stage, kernel, case.mask.name, outcome, findings, **about))
+    keep(item, record(session, stage, kernel, case.mask.name, outcome, findings, **about))
     conclude(outcome, _message(kernel, case, verification, replay))
 
 
@@ -155,7 +159,7 @@ def keep(item: pytest.Item, record: Record) -> None:
     item.user_properties.append((PROPERTY, record.to_json()))
 
 
-def _record(session: "Session", stage: str, kernel: str, mask: str, outcome: Outcome, findings: Findings, **more: Any) -> Record:
+def record(session: "Session", stage: str, kernel: str, mask: str, outcome: Outcome, findings: Findings, **more: Any) -> Record:
     return Record(
         stage=stage,
         kernel=kernel,
