@@ -5,12 +5,17 @@ import functools
 import statistics
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_longca.catalogue import Catalogue
 from pytest_longca.errors import DidNotRun
 from pytest_longca.machine import CPU, Machine
 from pytest_longca.outcome import Wrong
+
+if TYPE_CHECKING:
+    from pytest_longca.case import Case
+    from pytest_longca.kernel import Kernel
+    from pytest_longca.timing import Effort, Timing
 
 
 class Workshop:
@@ -87,14 +92,14 @@ def _time(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
     from pytest_longca.ids import parse_case
     from pytest_longca.nominal import above_nominal
     from pytest_longca.subject import kernel_errors
-    from pytest_longca.timing import CLOCKS, Effort, time_case
+    from pytest_longca.timing import CLOCKS, Effort
 
     case = parse_case(request["case"], shop.catalogue.masks())
     kernel = shop.catalogue.kernel(request["kernel"])
     anchor = shop.catalogue.kernel(request["anchor"]) if request.get("anchor") else None
     effort = Effort(min_samples=request["min_samples"], budget_s=request["sampling_s"])
     try:
-        timing = time_case(kernel, case, shop.machine, effort, anchor, request.get("memory_limit"))
+        timing, no_anchor = _timing(kernel, case, shop.machine, effort, anchor, request.get("memory_limit"))
         with kernel_errors(kernel.name):
             names = device_kernels(kernel, case, shop.machine)
     except DidNotRun as stopped:
@@ -105,12 +110,27 @@ def _time(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
     return {
         "outcome": (Wrong(fault) if fault else again.outcome).to_json(),
         "timing": dataclasses.asdict(timing),
+        "no_anchor": no_anchor,
         "process": shop.name,
         "device_kernels": names,
         "protocol": CLOCKS[shop.machine.device].protocol,
         "versions": shop.versions,
         "threads": None if shop.machine.device == "cuda" else num_threads(),
     }
+
+
+def _timing(
+    kernel: "Kernel", case: "Case", machine: Machine, effort: "Effort", anchor: "Kernel | None", limit: int | None
+) -> "tuple[Timing, str | None]":
+    """The timing, and why it has no anchor although there is one: what goes wrong beside an anchor is not the kernel's fault."""
+    from pytest_longca.timing import time_case
+
+    if anchor is None:
+        return time_case(kernel, case, machine, effort, limit_bytes=limit), None
+    try:
+        return time_case(kernel, case, machine, effort, anchor, limit), None
+    except DidNotRun as stopped:
+        return time_case(kernel, case, machine, effort, limit_bytes=limit), f"beside {anchor.name}: {stopped}"
 
 
 def num_threads() -> int:

@@ -15,7 +15,7 @@ from pytest_longca.machine import Machine
 from pytest_longca.options import Options, select
 from pytest_longca.outcome import NotInstalled, Outcome, TimedOut, Unsupported
 from pytest_longca.sources import catalogue_of, sources_of
-from pytest_longca.workers import Executor, InProcess, Worker
+from pytest_longca.workers import START_TIMEOUT_S, Executor, InProcess, Worker
 
 if TYPE_CHECKING:
     from pytest_longca.case import Case
@@ -117,7 +117,7 @@ class Session:
     @functools.cached_property
     def machine(self) -> Machine:
         """The machine as a worker sees it; this process never initialises CUDA."""
-        fields = self.call("machine", {"op": "machine"})
+        fields = self.executor(self.kernels[0] if self.kernels else "").call({"op": "machine"}, START_TIMEOUT_S)
         capability = fields.pop("capability")
         return Machine(capability=tuple(capability) if capability else None, **fields)
 

@@ -30,7 +30,7 @@ def run_timing(item: pytest.Item, session: "Session", benchmark: Any, kernel: st
         return
     anchor, why_not = _anchor(session, kernel, case)
     answer = _timed(item, session, kernel, case, anchor)
-    record = _record(session, kernel, case, findings, answer, _anchor_facts(anchor, why_not, answer["timing"]))
+    record = _record(session, kernel, case, findings, answer, _anchor_facts(anchor, why_not or answer["no_anchor"], answer["timing"]))
     keep(item, record)
     assert record.samples_ms
     benchmark.group = f"{case.mask.name} {case.direction}"
@@ -134,7 +134,7 @@ def _circumstances(session: "Session", answer: dict[str, Any]) -> dict[str, Any]
 
 def _anchor_facts(anchor: str | None, why_not: str | None, timing: dict[str, Any]) -> dict[str, Any]:
     """The anchor, the samples that it had in turns with the kernel's, and the ratio of the medians; or why there are none."""
-    if anchor is None:
+    if anchor is None or why_not:
         return {"no_anchor": why_not} if why_not else {}
     ratio = statistics.median(timing["samples_ms"]) / statistics.median(timing["anchor_ms"])
     return {"anchor": anchor, "anchor_samples_ms": timing["anchor_ms"], "ratio_to_anchor": ratio}

@@ -1,0 +1,87 @@
+"""The gate at the end of a run: the first run makes the baseline, later ones are held to it, and what cannot be told is not green."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_longca.outcome import Passed
+from pytest_longca.report.record import Record
+from pytest_longca.report.store import write_records
+from tests.plugin.conftest import KERNELS, Run
+
+CASE = "causal(seqlen_q=32,seqlen_kv=32)/b1/h2:1/d32/fp32/fwd/s0"
+
+
+@pytest.fixture
+def timed(run: Run) -> Run:
+    """Time naive on one case against `baseline.jsonl`."""
+
+    def timed(*args: str) -> pytest.RunResult:
+        where = ("--longca-preset=smoke", "--longca-masks=causal", "--longca-seqlens=32", "--longca-passes=fwd", "-k", "timing")
+        return run(*where, "--longca-kernels=naive", "--longca-baseline=baseline.jsonl", *args)
+
+    return timed
+
+
+def write_baseline(ms: float, **facts: Any) -> bytes:
+    """A baseline in which the case takes `ms`."""
+    about: dict[str, Any] = {"kernel": "naive", "mask": "causal", "case": CASE, "outcome": Passed().to_json(), "device": "CPU"}
+    write_records("baseline.jsonl", [Record(stage="timing", process=f"p{i}", samples_ms=[ms] * 30, facts=facts, **about) for i in range(5)])
+    return Path("baseline.jsonl").read_bytes()
+
+
+def lines(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_the_first_run_times_in_five_processes_and_writes_a_baseline_that_can_gate(timed: Run) -> None:
+    result = timed()
+    assert result.ret == 0
+    assert "gate: first run: no baseline at baseline.jsonl yet, so these 5 records are it now" in result.outlines
+    assert len({record["process"] for record in lines("baseline.jsonl")}) == 5
+    assert all(len(record["samples_ms"]) >= 30 for record in lines("baseline.jsonl"))
+
+
+def test_a_slower_kernel_fails_the_run_and_reports_tell_it(timed: Run) -> None:
+    before = write_baseline(1e-6)
+    result = timed("--longca-html=page.html", "--longca-md=summary.md")
+    assert result.ret == 1
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["gate: ! slower (time): naive causal*", "gate: REGRESSED (slower): 1 cases compared", "report: page.html"])
+    assert "## Gate: REGRESSED" in Path("summary.md").read_text()
+    assert "REGRESSED" in Path("page.html").read_text()
+    assert Path("baseline.jsonl").read_bytes() == before
+
+
+def test_a_broken_baseline_ends_the_run_before_it_starts_and_is_left_alone(pytester: pytest.Pytester) -> None:
+    Path("baseline.jsonl").write_text('{"schema": 0}')
+    result = pytester.runpytest_subprocess("--longca-kernels=naive", "--longca-baseline=baseline.jsonl")
+    assert result.ret == 2
+    result.stderr.fnmatch_lines(["*baseline.jsonl, line 1: a record of schema 0; this version reads schema 1*"])
+    assert Path("baseline.jsonl").read_text() == '{"schema": 0}'
+
+
+@pytest.mark.parametrize("option", ["html", "md", "baseline"])
+def test_a_file_in_a_folder_that_does_not_exist_is_a_usage_error(run: Run, option: str) -> None:
+    result = run("--longca-kernels=naive", f"--longca-{option}=/no/such/folder/file")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    pytest.LineMatcher(result.errlines).fnmatch_lines([f"*--longca-{option}: the folder of /no/such/folder/file does not exist*"])
+
+
+def test_a_run_that_was_cut_short_makes_no_baseline(timed: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(KERNELS)
+    result = timed("--maxfail=1", "--longca-kernels=crashing")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["gate: the run was cut short, so nothing was compared and no baseline was written"])
+    assert not Path("baseline.jsonl").exists()
+
+
+def test_an_anchor_is_timed_in_turns_and_the_gate_takes_the_ratio(timed: Run) -> None:
+    write_baseline(0.01, anchor="sdpa", anchor_samples_ms=[1e-5] * 30)
+    result = timed("--longca-anchor=sdpa", "--longca-json=new.jsonl")
+    assert result.ret == 0, "slower than 0.01 ms, and less than the thousand times the anchor's time that it was"
+    new: list[Any] = [record["facts"] for record in lines("new.jsonl")]
+    assert [fact["anchor"] for fact in new] == ["sdpa"] * 2
+    assert all(len(fact["anchor_samples_ms"]) >= 30 and 0 < fact["ratio_to_anchor"] < 1e3 for fact in new)

@@ -1,0 +1,187 @@
+"""The sampling loop against a clock that is made up: when it stops, what it throws away, and what never gets into a sample."""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_longca import timing
+from pytest_longca.case import Case, Direction
+from pytest_longca.errors import DidNotRun
+from pytest_longca.inputs import Inputs
+from pytest_longca.kernel import AutogradCall, Call, Kernel
+from pytest_longca.kernels.naive import Naive
+from pytest_longca.machine import CPU
+from pytest_longca.masks.regular import Causal
+from pytest_longca.nominal import above_nominal
+from pytest_longca.outcome import OutOfMemory
+from pytest_longca.telemetry import State
+from pytest_longca.timing import CHUNK, MOST_RETAKES, Effort, HostClock, Samples, Step, interleave, time_case, turns
+
+COOL, HOT = State(sm_mhz=1980), State(sm_mhz=900, reasons=0x40)
+
+
+class FakeClock(HostClock):
+    """A device whose calls take the milliseconds that the steps return, and whose time is theirs."""
+
+    def __init__(self, states: Iterator[State] | None = None) -> None:
+        self.now_s = 0.0
+        self.states = states or itertools.repeat(COOL)
+        self.chunks: list[int] = []
+
+    def chunk(self, steps: Sequence[Step], launch_ms: float) -> list[float]:
+        self.chunks.append(len(steps))
+        taken = [float(step()) for step in steps]  # type: ignore[arg-type]  # the steps here return their time
+        self.now_s += sum(taken) / 1e3
+        return taken
+
+    def state(self) -> State:
+        return next(self.states)
+
+    def summary(self, states: Sequence[State]) -> dict[str, Any]:
+        return {"kept": list(states)}
+
+
+def sample(clock: FakeClock, effort: Effort, *steps: Callable[[], float], call_ms: float = 1.0) -> Samples:
+    return interleave(clock, steps, effort, call_ms, 0.01, lambda: clock.now_s)
+
+
+def noisy() -> Callable[[], float]:
+    """1 ms and 3 ms in turns: the median is never known."""
+    return itertools.cycle([1.0, 3.0]).__next__
+
+
+def test_steady_samples_end_at_the_least_number() -> None:
+    assert len(sample(FakeClock(), Effort(min_samples=30), lambda: 1.0).of_steps[0]) == 30
+
+
+def test_noisy_samples_go_on_until_the_budget_ends_and_no_longer() -> None:
+    clock = FakeClock()
+    found = sample(clock, Effort(min_samples=30, max_samples=10_000, budget_s=1.0), noisy())
+    assert 1.0 < clock.now_s <= 1.0 + 3e-3 * CHUNK
+    assert len(found.of_steps[0]) > 30
+
+
+def test_noisy_samples_end_at_the_most() -> None:
+    assert len(sample(FakeClock(), Effort(max_samples=100, budget_s=1e9), noisy()).of_steps[0]) == 100
+
+
+def test_calls_of_seconds_get_few_samples_one_at_a_time() -> None:
+    clock = FakeClock()
+    found = sample(clock, Effort(min_samples=30, patience_s=30.0, fewest=5), lambda: 8000.0, call_ms=8000.0)
+    assert len(found.of_steps[0]) == 5
+    assert set(clock.chunks) == {1}
+
+
+def test_a_throttled_chunk_is_thrown_away_and_taken_again() -> None:
+    times = itertools.chain([9.0] * CHUNK, itertools.repeat(1.0))
+    clock = FakeClock(itertools.chain([HOT], itertools.repeat(COOL)))
+    found = sample(clock, Effort(min_samples=30), times.__next__)
+    assert found.of_steps[0] == [1.0] * 30
+    assert found.thrown == CHUNK
+    assert found.clocks == {"kept": [COOL] * 3}
+
+
+def test_a_device_that_never_recovers_is_sampled_and_told() -> None:
+    found = sample(FakeClock(itertools.repeat(HOT)), Effort(min_samples=30), lambda: 1.0)
+    assert (len(found.of_steps[0]), found.thrown) == (30, MOST_RETAKES * CHUNK)
+    assert found.clocks == {"kept": [HOT] * 3}
+
+
+def test_turns_cancel_a_drift() -> None:
+    clock = FakeClock()
+    heat = itertools.count()
+    found = sample(clock, Effort(min_samples=40, max_samples=40), *(lambda: 100.0 + next(heat) for _ in range(2)))
+    assert statistics.fmean(found.of_steps[0]) == statistics.fmean(found.of_steps[1])
+
+
+@given(st.integers(1, 3), st.integers(1, 20))
+def test_each_step_has_as_many_turns(num_steps: int, each: int) -> None:
+    order = turns(num_steps, each)
+    assert [order.count(step) for step in range(num_steps)] == [each] * num_steps
+
+
+class Compiled(Naive):
+    """Its first call costs ten seconds of a made-up time, later ones 2 ms, and a plan 5 ms."""
+
+    name = "compiled"
+
+    def __init__(self, clock: SimpleNamespace) -> None:
+        self.clock, self.is_compiled = clock, False
+
+    def bind(self, case: Case, inputs: Inputs) -> Call:
+        self.clock.now += 0.005
+        call = super().bind(case, inputs)
+        assert isinstance(call, AutogradCall)
+        function = call.function
+
+        def attention(*qkv: torch.Tensor) -> Any:
+            self.clock.now += 0.002 if self.is_compiled else 10.0
+            self.is_compiled = True
+            return function(*qkv)
+
+        call.function = attention
+        return call
+
+
+CASE = Case(mask=Causal(8, 8), head_dim=8, direction=Direction.FWD)
+
+
+def test_compilation_and_plan_are_apart_and_in_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr(timing, "time", clock)
+    found = time_case(Compiled(clock), CASE, CPU, Effort(min_samples=10))
+    assert found.samples_ms == pytest.approx([2.0] * 10)
+    assert found.compile_ms == pytest.approx(9998.0)
+    assert found.plan_ms == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_an_anchor_takes_turns_and_has_as_many_samples(direction: Direction) -> None:
+    case = Case(mask=Causal(8, 8), head_dim=8, direction=direction)
+    found = time_case(Naive(), case, CPU, Effort(min_samples=10, max_samples=20), anchor=Naive())
+    assert found.anchor_ms is not None
+    assert len(found.anchor_ms) == len(found.samples_ms) >= 10
+
+
+class MemoryClock(HostClock):
+    """A device on which every call takes a gigabyte."""
+
+    def peak(self, function: Callable[[], Any]) -> tuple[int | None, Any]:
+        return 10**9, function()
+
+
+def test_a_case_whose_peak_exceeds_the_limit_is_out_of_memory_and_not_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(timing.CLOCKS, "cpu", MemoryClock)
+    operands = 4 * 8 * 8 * 4
+    assert time_case(Naive(), CASE, CPU, Effort(10, 10), limit_bytes=10**9 + operands).peak_bytes == 10**9
+    with pytest.raises(DidNotRun) as stopped:
+        time_case(Naive(), CASE, CPU, Effort(10, 10), limit_bytes=10**9 + operands - 1)
+    assert stopped.value.outcome == OutOfMemory.above_limit(10**9 + operands, 10**9 + operands - 1)
+
+
+class Failing(Kernel):
+    name = "failing"
+
+    def bind(self, case: Case, inputs: Inputs) -> Call:
+        raise RuntimeError("no such luck")
+
+
+def test_a_kernel_or_an_anchor_that_raises_is_an_outcome_with_its_name() -> None:
+    for kernel, anchor in ((Failing(), None), (Naive(), Failing())):
+        with pytest.raises(DidNotRun, match="failing raised RuntimeError: no such luck"):
+            time_case(kernel, CASE, CPU, Effort(10, 10), anchor=anchor)
+
+
+def test_a_figure_above_the_nominal_peak_is_a_fault_and_one_below_it_is_none() -> None:
+    assert above_nominal(990 * 10**9, 1.0, "bf16", "NVIDIA H200") is not None
+    assert above_nominal(988 * 10**9, 1.0, "bf16", "NVIDIA H200") is None
+    assert above_nominal(500 * 10**9, 1.0, "fp32", "NVIDIA H100 80GB HBM3") is not None
+    assert above_nominal(10**15, 1.0, "bf16", "CPU") is None
