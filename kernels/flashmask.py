@@ -21,6 +21,7 @@ from pytest_longca.case import Case
 from pytest_longca.errors import DidNotRun
 from pytest_longca.inputs import Inputs
 from pytest_longca.kernel import AutogradCall, Capabilities, Kernel, Requirement
+from pytest_longca.kernels.flashmask_columns import column_form
 from pytest_longca.kernels.flashmask_plan import Launch, Plan, Tile, make_plan
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
@@ -66,7 +67,8 @@ def choose_launch(head_dim: int, dtype: torch.dtype, device: torch.device) -> La
 
 def plan_case(case: Case, launch: Launch, device: torch.device) -> Plan:
     """The plan of a case's mask; DidNotRun if it has no column form."""
-    rows, columns = case.mask.row_intervals(device), case.mask.columns(device)
+    rows = case.mask.row_intervals(device)
+    columns = None if rows is None else column_form(rows, case.seqlen_kv)
     if rows is None or columns is None:
         where = "row of visible keys" if rows is None else "column of masked queries"
         raise DidNotRun(Unsupported(f"takes two intervals in a row or column at most, and a {where} of {case.mask!r} has more: use flex"))

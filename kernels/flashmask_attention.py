@@ -15,8 +15,11 @@ from pytest_longca.kernels import flashmask_forward as forward
 from pytest_longca.kernels.flashmask_plan import Launch, Plan, Schedule, Tile
 
 LOG2_E = 1.4426950408889634
-TAIL = 0.05
-"""Heads take turns block by block once the heaviest program takes this share of the run; below, a head's keys stay in the L2 cache."""
+ROW_TAIL, COLUMN_TAIL = 0.05, 0.15
+"""Heads take turns block by block once the heaviest program takes this share of the run; below, a head's keys stay in the L2 cache.
+
+For out and dq, and for dk and dv, whose last programs are split.
+"""
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float, launch: Launch) -> tuple[Tensor, Tensor]:
@@ -26,7 +29,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float,
     out = q.new_empty(batch, seqlen_q, heads_q, v.shape[-1])
     lse = q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float32)
     tile, tma = launch.fwd, launch.tma and _fits_tma(k, v)
-    grid, order = _placement(plan.fwd, plan.rows.shape[0], batch, heads_q, heads_q // k.shape[2], launch.processors)
+    grid, order = _placement(plan.fwd, plan.rows.shape[0], batch, heads_q, heads_q // k.shape[2], launch)
     forward.forward_kernel[grid](
         _pointer(q), _streamed(k, tile, tma), _streamed(v, tile, tma), _pointer(out), lse,
         plan.rows, plan.fwd.runs, plan.fwd.items, *order, heads_q, heads_q // k.shape[2],
@@ -57,7 +60,7 @@ def _launch_dq(
     do, q, k, v, out, dq = tensors
     batch, seqlen_q, heads_q, _ = q.shape
     tile, group = launch.dq, heads_q // k.shape[2]
-    grid, order = _placement(schedule, plan.rows.shape[0], batch, heads_q, group, launch.processors)
+    grid, order = _placement(schedule, plan.rows.shape[0], batch, heads_q, group, launch)
     backward.dq_kernel[grid](
         _pointer(q), _streamed(k, tile, tma), _streamed(v, tile, tma), _pointer(out), _pointer(do), _pointer(dq), lse, stats,
         plan.rows, schedule.runs, schedule.items, *order, heads_q, group, _blocks(seqlen_q, tile),
@@ -73,13 +76,13 @@ def _launch_dkdv(tensors: Sequence[Tensor], stats: Tensor, plan: Plan, schedule:
     parts = heads_kv * (batch if plan.rows.shape[0] == 1 else 1)
     widths = constants["BLOCK_D"], constants["BLOCK_DV"]
     dk_parts, dv_parts = (q.new_empty(max(1, schedule.slots * parts * tile.block * width), dtype=torch.float32) for width in widths)
-    grid, order = _placement(schedule, plan.rows.shape[0], batch, heads_kv, 1, launch.processors)
+    grid, order = _placement(schedule, plan.rows.shape[0], batch, heads_kv, 1, launch, COLUMN_TAIL)
     backward.dkdv_kernel[grid](
         _streamed(q, tile, tma), _pointer(k), _pointer(v), _streamed(do, tile, tma),
         _pointer(dk), _pointer(dv), dk_parts, dv_parts, stats, plan.columns, schedule.runs, schedule.items,
         *order, heads_kv, q.shape[2], blocks, q.shape[1], seqlen_kv, seqlen_kv,
         stats.shape[-1], stats.numel() // 2, parts, scale * LOG2_E, scale,
-        BLOCK_N=tile.block, BLOCK_M=tile.step, PIECES=plan.column_pieces, **constants, **_options(tile),
+        BLOCK_N=tile.block, BLOCK_M=tile.step, PIECES=plan.column_pieces, EARLY=tile.early, **constants, **_options(tile),
     )  # fmt: skip
     if not schedule.slots:
         return
@@ -92,12 +95,12 @@ def _launch_dkdv(tensors: Sequence[Tensor], stats: Tensor, plan: Plan, schedule:
 
 
 def _placement(
-    schedule: Schedule, mask_batch: int, batch: int, heads: int, group: int, processors: int
-) -> tuple[tuple[int], tuple[int, int]]:
-    """The grid, and (items, heads that take turns on an item); see `flashmask_forward.place`."""
+    schedule: Schedule, mask_batch: int, batch: int, heads: int, group: int, launch: Launch, tail: float = ROW_TAIL
+) -> tuple[tuple[int], tuple[int, int, int]]:
+    """The grid, and (items, bulk, heads that take turns on an item); see `flashmask_forward.place`."""
     items, lanes = len(schedule.items), heads * (batch if mask_batch == 1 else 1)
-    share = schedule.longest * processors / (items * lanes)
-    return (items * lanes,), (items, lanes if share > TAIL else group)
+    share = schedule.longest * launch.processors / max(1, items * lanes)
+    return (items * lanes,), (items, 0 if share > tail else schedule.whole, group)
 
 
 def _blocks(seqlen: int, tile: Tile) -> int:

@@ -40,13 +40,13 @@ def _gather_dq(
 
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
-    q, k, v, out, do, dq, lse, stats, rows, runs, items, num_items, head_block, heads, group, blocks, seqlen_q, seqlen_kv,
+    q, k, v, out, do, dq, lse, stats, rows, runs, items, num_items, bulk, head_block, heads, group, blocks, seqlen_q, seqlen_kv,
     mask_stride, stats_rows, stats_stride, scale_log2, scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PIECES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_M queries of one head; leaves lse in base 2 and delta = sum(out * do) in `stats`, whole blocks of rows, for dk and dv."""
-    item, entry, block, batch, head = place(items, num_items, head_block, heads, blocks)
+    item, entry, block, batch, head = place(items, num_items, bulk, head_block, heads, blocks)
     start = block * BLOCK_M
     row = start + tl.arange(0, BLOCK_M)
     exists = row < seqlen_q
@@ -73,7 +73,7 @@ def dq_kernel(
 def _gather_dkdv(
     dk, dv, k, v, q, do, stats, bounds, runs, walk, batch, head, num_heads, heads_q, seqlen_q, stats_rows, stats_stride, scale_log2,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PIECES: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    PIECES: tl.constexpr, EARLY: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add dS^T Q and P^T dO over the full tiles, or over the partial ones (MASKED), of `num_heads` query heads in one loop."""
     first, last, tiles, tile, left = start_walk(walk)
@@ -84,14 +84,19 @@ def _gather_dkdv(
         at = stats + (batch * heads_q + head).to(tl.int64) * stats_rows + row
         q_tile = load_tile(q, batch, head, start, seqlen_q, DIM, BLOCK_M, BLOCK_D, TMA)
         score = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        if EARLY:
+            do_tile = load_tile(do, batch, head, start, seqlen_q, DIM_V, BLOCK_M, BLOCK_DV, TMA)
+            dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
         top = tl.load(at)
         if MASKED:
             masked = inside(row[None, :], bounds[0][:, None], bounds[1][:, None], bounds[2][:, None], bounds[3][:, None], PIECES)
             score = tl.where(masked, float("-inf"), score)
         p = tl.exp2(score * scale_log2 - top[None, :])
-        do_tile = load_tile(do, batch, head, start, seqlen_q, DIM_V, BLOCK_M, BLOCK_DV, TMA)
+        if not EARLY:
+            do_tile = load_tile(do, batch, head, start, seqlen_q, DIM_V, BLOCK_M, BLOCK_DV, TMA)
         dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
+        if not EARLY:
+            dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
         delta = tl.load(at + stats_stride)
         ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
@@ -102,13 +107,13 @@ def _gather_dkdv(
 
 @triton.jit(do_not_specialize=SIZES)
 def dkdv_kernel(
-    q, k, v, do, dk, dv, dk_parts, dv_parts, stats, columns, runs, items, num_items, head_block, heads_kv, heads_q, blocks,
+    q, k, v, do, dk, dv, dk_parts, dv_parts, stats, columns, runs, items, num_items, bulk, head_block, heads_kv, heads_q, blocks,
     seqlen_q, seqlen_kv, mask_stride, stats_rows, stats_stride, parts, scale_log2, scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PIECES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    PIECES: tl.constexpr, EARLY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys of one key/value head: sums over its query heads, or over some of them into a slot."""
-    item, entry, block, batch, head_kv = place(items, num_items, head_block, heads_kv, blocks)
+    item, entry, block, batch, head_kv = place(items, num_items, bulk, head_block, heads_kv, blocks)
     head = head_kv * (heads_q // heads_kv) + tl.load(item + 1)
     num_heads = tl.load(item + 2)
     slot = tl.load(item + 3)
@@ -123,7 +128,7 @@ def dkdv_kernel(
     for MASKED in tl.static_range(2):
         acc_k, acc_v = _gather_dkdv(
             acc_k, acc_v, k_tile, v_tile, q, do, stats, bounds, runs, item + 4 + 5 * MASKED, batch, head, num_heads, heads_q,
-            seqlen_q, stats_rows, stats_stride, scale_log2, DIM, DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PIECES, MASKED, TMA, PRECISION,
+            seqlen_q, stats_rows, stats_stride, scale_log2, DIM, DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, PIECES, EARLY, MASKED, TMA, PRECISION,
         )  # fmt: skip
     if slot < 0:
         store_tile(dk, acc_k * scale, batch, head_kv, start, seqlen_kv, DIM, BLOCK_N, BLOCK_D)

@@ -12,7 +12,7 @@ not exist read as 0.
 import triton
 import triton.language as tl
 
-SIZES = ("num_items", "head_block", "seqlen_q", "seqlen_kv", "blocks", "mask_stride", "parts")
+SIZES = ("num_items", "bulk", "head_block", "seqlen_q", "seqlen_kv", "blocks", "mask_stride", "parts")
 """Arguments that differ from case to case: one binary serves all their values."""
 
 
@@ -40,13 +40,20 @@ def store_tile(x, value, batch, head, start, length, DIM: tl.constexpr, ROWS: tl
 
 
 @triton.jit
-def place(items, num_items, head_block, heads, blocks):
-    """(item, entry, block, batch, head) of this program: `head_block` heads take an item before the next item's turn comes."""
+def place(items, num_items, bulk, head_block, heads, blocks):
+    """(item, entry, block, batch, head) of this program.
+
+    `head_block` heads take one of the first `bulk` items before the next item's turn comes, and the other heads follow when these
+    have had them all; then all heads take the items behind those in turn. `num_items` counts both.
+    """
     pid = tl.program_id(0)
-    inner = pid % head_block
+    lanes = tl.num_programs(0) // num_items
+    rest = pid - bulk * lanes
     outer = pid // head_block
-    item = items + 16 * (outer % num_items)
-    z = outer // num_items * head_block + inner
+    turns = tl.maximum(bulk, 1)
+    at = tl.where(rest < 0, outer % turns, bulk + rest // lanes)
+    z = tl.where(rest < 0, outer // turns * head_block + pid % head_block, rest % lanes)
+    item = items + 16 * at
     entry = tl.load(item)
     # A mask with a batch axis has an entry for each batch and z counts heads; otherwise z counts (batch, head) pairs.
     return item, entry, entry % blocks, entry // blocks + z // heads, z % heads
@@ -125,12 +132,12 @@ def _attend(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, k, v, out, lse, rows, runs, items, num_items, head_block, heads, group, blocks, seqlen_q, seqlen_kv, mask_stride, scale_log2,
+    q, k, v, out, lse, rows, runs, items, num_items, bulk, head_block, heads, group, blocks, seqlen_q, seqlen_kv, mask_stride, scale_log2,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PIECES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and lse (natural logarithm) of BLOCK_M queries of one head."""
-    item, entry, block, batch, head = place(items, num_items, head_block, heads, blocks)
+    item, entry, block, batch, head = place(items, num_items, bulk, head_block, heads, blocks)
     start = block * BLOCK_M
     row = start + tl.arange(0, BLOCK_M)
     exists = row < seqlen_q

@@ -6,6 +6,7 @@ from random import Random
 import pytest
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from pytest_longca import catalogue
@@ -13,6 +14,7 @@ from pytest_longca.case import Case, Direction, Layout, Values
 from pytest_longca.errors import DidNotRun
 from pytest_longca.inputs import Inputs, make_inputs
 from pytest_longca.kernels.flashmask import FlashMask, choose_launch, plan_case
+from pytest_longca.kernels.flashmask_forward import place
 from pytest_longca.machine import CPU, H200, Machine
 from pytest_longca.mask import Mask, PredicateMask
 from pytest_longca.masks.document import CausalDocument, FullDocument, SharedQuestion
@@ -245,6 +247,51 @@ def test_the_limits_catch_a_mask_that_is_wrong_by_little(wrong):
     x = make_inputs(right)
     fractions = worst(right, x, run(dataclasses.replace(right, mask=wrong), x))
     assert min(fractions.values()) > 100
+
+
+@triton.jit
+def placed_kernel(seen, items, num_items, bulk, head_block, heads, blocks):
+    """Writes (entry, block, batch, head) of each program."""
+    _item, entry, block, batch, head = place(items, num_items, bulk, head_block, heads, blocks)
+    at = seen + 4 * tl.program_id(0)
+    tl.store(at, entry)
+    tl.store(at + 1, block)
+    tl.store(at + 2, batch)
+    tl.store(at + 3, head)
+
+
+@interpreted
+@pytest.mark.parametrize(("bulk", "head_block"), [(0, 1), (0, 2), (3, 1), (3, 2), (5, 1), (5, 4)])
+def test_every_head_of_every_batch_takes_every_item_once_in_any_order(bulk, head_block):
+    batch, heads, blocks = 2, 4, 5
+    items = torch.zeros(blocks, 16, dtype=torch.int32)
+    items[:, 0] = torch.tensor([4, 1, 0, 3, 2])
+    seen = torch.full((blocks * batch * heads, 4), -1, dtype=torch.int32)
+    placed_kernel[(len(seen),)](seen, items, blocks, bulk, head_block, heads, blocks)
+    turns = [tuple(row) for row in seen.tolist()]
+    assert sorted(turns) == [(i, i, b, h) for i in range(blocks) for b in range(batch) for h in range(heads)]
+    late = turns[bulk * batch * heads :]
+    assert [turn[0] for turn in late] == [entry for entry in items[bulk:, 0].tolist() for _ in range(batch * heads)]
+    early = turns[: bulk * head_block]
+    assert [turn[0] for turn in early] == [entry for entry in items[:bulk, 0].tolist() for _ in range(head_block)]
+
+
+@interpreted
+@pytest.mark.parametrize("early", [False, True])
+def test_split_key_blocks_behind_whole_ones_are_right_in_either_order_of_the_products(early):
+    from pytest_longca.kernels.flashmask_attention import _placement, attention_backward, attention_forward
+
+    case = Case(mask=Causal(130, 130), heads_q=4, heads_kv=2, head_dim=16)
+    x = make_inputs(case)
+    launch = choose_launch(16, torch.float32, torch.device("cpu"))
+    launch = dataclasses.replace(launch, processors=4, dkdv=dataclasses.replace(launch.dkdv, early=early))
+    plan = plan_case(case, launch, torch.device("cpu"))
+    assert plan.dkdv is not None and 0 < plan.dkdv.whole < len(plan.dkdv.items)
+    assert _placement(plan.dkdv, 1, 1, 2, 1, launch, tail=1.0)[1][1] == plan.dkdv.whole
+    out, lse = attention_forward(x.q, x.k, x.v, plan, case.scale, launch)
+    dq, dk, dv = attention_backward(x.do, x.q, x.k, x.v, out, lse, plan, case.scale, launch)
+    got = {"lse": lse.double()} | {n: heads_first(t) for n, t in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv))}
+    assert max(worst(case, x, got).values()) <= 1.0
 
 
 def test_unsupported_cases_are_refused_with_a_reason():

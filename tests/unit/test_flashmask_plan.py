@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_longca.intervals import columns_of
-from pytest_longca.kernels.flashmask_plan import Schedule, Tile, make_plan, tile_classes
+from pytest_longca.kernels.flashmask_columns import column_form
+from pytest_longca.kernels.flashmask_plan import FULL, PARTIAL, Schedule, Tile, make_plan, tile_classes
 
 
 @st.composite
@@ -43,12 +44,13 @@ def walk(schedule: Schedule, entry: int, kind: int) -> list[int]:
 def test_every_tile_is_absent_full_or_partial_exactly_as_the_dense_mask_says(drawn, block_q, block_kv):
     rows, seqlen_kv = drawn
     visible = dense(rows, seqlen_kv)
-    touched, full = tile_classes(rows[:, 0], seqlen_kv, block_q, block_kv)
-    for i in range(touched.shape[1]):
-        for j in range(touched.shape[2]):
+    classes = tile_classes(rows[:, 0], seqlen_kv, block_q, block_kv)
+    assert classes.shape == (1, -(-len(visible) // block_q), -(-seqlen_kv // block_kv))
+    for i, row in enumerate(classes[0].tolist()):
+        for j, kind in enumerate(row):
             tile = visible[i * block_q : (i + 1) * block_q, j * block_kv : (j + 1) * block_kv]
-            assert bool(touched[0, i, j]) == bool(tile.any())
-            assert bool(full[0, i, j]) == (tile.shape[1] == block_kv and bool(tile.all()))
+            is_full = tile.shape[1] == block_kv and bool(tile.all())
+            assert kind == (FULL if is_full else PARTIAL if bool(tile.any()) else 0)
 
 
 @given(row_intervals(), st.sampled_from([4, 8]), st.sampled_from([4, 16]))
@@ -59,12 +61,39 @@ def test_programs_visit_exactly_the_touched_tiles_in_order(drawn, block, step):
     plan = make_plan(rows, columns, fwd=Tile(block, step), dq=Tile(block, step), dkdv=Tile(block, step))
     by_rows, by_columns = tile_classes(rows[:, 0], seqlen_kv, block, step), tile_classes(rows[:, 0], seqlen_kv, step, block)
     assert plan.dq is plan.fwd and plan.dkdv is not None
-    for schedule, classes in ((plan.fwd, by_rows), (plan.dkdv, tuple(c.transpose(1, 2) for c in by_columns))):
-        touched, full = (c[0] for c in classes)
-        assert len(schedule.items) == len(touched)
-        for entry in range(len(touched)):
-            assert walk(schedule, entry, 0) == full[entry].nonzero()[:, 0].tolist()
-            assert walk(schedule, entry, 1) == (touched & ~full)[entry].nonzero()[:, 0].tolist()
+    for schedule, classes in ((plan.fwd, by_rows[0]), (plan.dkdv, by_columns[0].T)):
+        assert len(schedule.items) == len(classes)
+        for entry, kinds in enumerate(classes):
+            assert walk(schedule, entry, 0) == (kinds == FULL).nonzero()[:, 0].tolist()
+            assert walk(schedule, entry, 1) == (kinds == PARTIAL).nonzero()[:, 0].tolist()
+
+
+@given(row_intervals())
+@settings(deadline=None, max_examples=60)
+def test_the_column_form_is_that_of_the_row_intervals_or_none(drawn):
+    rows, seqlen_kv = drawn
+    ours, plain = column_form(rows, seqlen_kv), columns_of(rows, seqlen_kv)
+    assert (ours is None) == (plain is None)
+    assert ours is None or plain is None or torch.equal(ours, plain)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=20)
+def test_every_batch_of_a_mask_has_its_own_columns_and_tiles(data):
+    seqlen_q, seqlen_kv = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 20))
+    ends = [sorted(data.draw(st.lists(st.integers(0, seqlen_kv), min_size=seqlen_q, max_size=seqlen_q))) for _ in range(3)]
+    rows = torch.zeros(3, 1, seqlen_q, 2, 2, dtype=torch.int32)
+    rows[:, 0, :, 0, 1] = torch.tensor(ends)
+    columns = column_form(rows, seqlen_kv)
+    assert columns is not None and torch.equal(columns, columns_of(rows, seqlen_kv))
+    together, tile = make_plan(rows, columns, fwd=Tile(4, 8), dkdv=Tile(8, 4)), Tile(4, 8)
+    blocks = -(-seqlen_q // tile.block)
+    for batch in range(3):
+        alone = make_plan(rows[batch : batch + 1], columns[batch : batch + 1], fwd=tile)
+        for block in range(blocks):
+            assert [walk(together.fwd, batch * blocks + block, kind) for kind in (0, 1)] == [
+                walk(alone.fwd, block, kind) for kind in (0, 1)
+            ]
 
 
 @pytest.mark.parametrize("group", [1, 4, 6])
