@@ -190,13 +190,20 @@ def _runs_of_stretch(start: np.ndarray, stop: np.ndarray, offset: int) -> list[R
 
 
 def _make_runs(start: np.ndarray, stop: np.ndarray, offset: int) -> list[Run]:
-    """One run, or two where the right edge would lie a whole key range away: FlashAttention takes such a window for unlimited."""
+    """One run, or two where FlashAttention-2 would take the window for another.
+
+    A right edge a whole key range away is unlimited to it. And beside a limited left side it takes "unlimited" for the number of keys, which
+    hides keys from the first of more rows than keys: those see all keys and become a run of their own.
+    """
     rows, k0, k1 = len(start), int(start[0]), int(stop[-1])
     right = int(stop[0]) - 1 - k1 + rows if stop[0] < k1 else None
     if right is not None and right >= k1 - k0:
         rest = int(np.searchsorted(stop, k1)) + 1
         return _make_runs(start[:rest], stop[:rest], offset) + _make_runs(start[rest:], stop[rest:], offset + rest)
     left = k1 - 1 - int(start[-1]) if start[-1] > k0 else None
+    if left is not None and right is None and rows > k1 - k0:
+        spare = rows - (k1 - k0)
+        return [Run(offset, offset + spare, k0, k1, None, None), Run(offset + spare, offset + rows, k0, k1, left, None)]
     return [Run(offset, offset + rows, k0, k1, left, right)]
 
 

@@ -29,17 +29,26 @@ def plans(mask: Mask, layout: str, ring: int) -> list[Plan]:
     return [Plan(intervals, shards, own, CPU) for own in range(ring)]
 
 
+def effective_window(call: Round) -> tuple[int | None, int | None]:
+    """FA2's rule: a side as long as the longest keys is unlimited, and beside a limited side "unlimited" is the longest keys."""
+    longest = call.max_seqlen_kv
+    left, right = (None if side is None or side >= longest else side for side in call.window)
+    if left is None and right is None:
+        return None, None
+    return longest if left is None else left, longest if right is None else right
+
+
 def cells(call: Round, rows: int, keys: int) -> torch.Tensor:
-    """How often a varlen call computes each (row, key), by FlashAttention's rule for windows."""
+    """How often a varlen call computes each (row, key), as FlashAttention-2 understands its window."""
     count = torch.zeros(rows, keys, dtype=torch.int64)
     row, key = call.rows.start, call.keys.start
-    left, right = call.window
+    left, right = effective_window(call)
     for n, m in call.lengths:
         i, j = torch.arange(n)[:, None] + (m - n), torch.arange(m)[None, :]
         visible = torch.ones(n, m, dtype=torch.bool)
-        if left is not None and left < call.max_seqlen_kv:
+        if left is not None:
             visible &= j >= i - left
-        if right is not None and right < call.max_seqlen_kv:
+        if right is not None:
             visible &= j <= i + right
         count[row : row + n, key : key + m] += visible
         row, key = row + n, key + m
@@ -135,6 +144,16 @@ def test_rounds_are_exact_for_any_intervals(data: st.DataObject) -> None:
     rows = data.draw(st.lists(row, min_size=1, max_size=14))
     intervals = torch.tensor([[(a, b), (c, d)] if b < c else [(a, max(b, d)), (0, 0)] for a, b, c, d in rows], dtype=torch.int32)
     assert_rounds_are_exact(Segment(intervals, keys))
+
+
+@pytest.mark.parametrize("ring", [2, 4, 8])
+def test_rounds_are_exact_where_more_rows_than_keys_see_a_window_end(ring: int) -> None:
+    """With a window of half the sequence a zigzag rank's whole share looks at the last keys of an early chunk."""
+    mask = load(MASKS["causal_sliding_window"])(seqlen_q=160, seqlen_kv=160, window=80)
+    for plan in plans(mask, "zigzag", ring):
+        for source in range(ring):
+            if step := plan.step((source,)):
+                assert_rounds_are_exact(step.segment)
 
 
 def test_window_of_a_ring_falls_into_few_runs() -> None:
