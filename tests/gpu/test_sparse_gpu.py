@@ -60,9 +60,9 @@ def cells(maps: int) -> list[tuple[str, Any]]:
                 ("variable", VariableBlock(SIZES_Q, SIZES_KV, block_map)),
             ):
                 found += [(f"{name} {heads}{note}", Case(mask=mask, head_dim=dim, **sizes)) for dim in (128, 64)]
-    for batch, heads in PADDED:
-        mask = UniformBlock(480, 480, 32, BlockMap("topk", 0.5, heads))
-        found.append((f"padded b{batch} h{heads}", Case(mask=mask, batch=batch, heads_q=heads, heads_kv=heads, head_dim=128, dtype="bf16")))
+    for batch, count in PADDED:
+        mask = UniformBlock(480, 480, 32, BlockMap("topk", 0.5, count))
+        found.append((f"padded b{batch} h{count}", Case(mask=mask, batch=batch, heads_q=count, heads_kv=count, head_dim=128, dtype="bf16")))
     return found + [(f"{case.mask.name} drawn", case) for case in random_cases(maps)]
 
 
