@@ -19,6 +19,7 @@ BLOCK_KERNELS: dict[str, str] = {
     "fa2_torch": "pytest_longca.kernels.blocks_flash:TorchFa2Block",
     "fa3": "pytest_longca.kernels.blocks_flash:Fa3Block",
     "fa4": "pytest_longca.kernels.blocks_cute:Fa4Block",
+    "flashmask": "pytest_longca.kernels.blocks_flashmask:FlashMaskBlock",
     "cudnn": "pytest_longca.kernels.blocks_cudnn:CudnnBlock",
     "cudnn_flex": "pytest_longca.kernels.blocks_cudnn:CudnnFlexBlock",
 }

@@ -1,13 +1,16 @@
 """Times FlashMask against compiled FlexAttention on the 12 static masks, and sweeps its tiles: run on a GPU, as a script.
 
-    python tests/gpu/bench_flashmask.py --seqlens 8192,32768 --sweep --minutes 8
+    python tests/gpu/bench_flashmask.py --sweep --minutes 5 --out times.json
+    python tests/gpu/bench_flashmask.py --compare 8192 32768:full,causal
 
-Every candidate is verified before it is timed. FlexAttention gets its BlockMask prebuilt and is compiled for each shape; other processes
-compile ahead into the caches on disk. Figures are medians with a cold L2, TFLOP/s count visible pairs. What to keep comes last.
+Every candidate is judged against the reference before it is timed. FlexAttention gets its BlockMask prebuilt and is compiled for each
+shape; other processes compile ahead into the caches on disk. Figures are medians with a cold L2, TFLOP/s count visible pairs. What to
+keep comes last; --out is written anew after each part.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import subprocess
@@ -22,11 +25,12 @@ import torch
 from pytest_longca import catalogue
 from pytest_longca.case import Case, Direction
 from pytest_longca.inputs import Inputs, make_inputs
+from pytest_longca.judge import Result, judge
 from pytest_longca.kernels import flashmask_attention as attention
 from pytest_longca.kernels.flashmask import FlashMask, choose_launch, plan_case
 from pytest_longca.kernels.flashmask_plan import Launch, Tile
-from pytest_longca.kernels.naive import Naive
 from pytest_longca.mask import Mask
+from pytest_longca.reference import cached_reference
 
 STATIC = catalogue.MASK_GROUPS["static"]
 SHORT = dict(
@@ -34,23 +38,26 @@ SHORT = dict(
 )
 PARTS = ("fwd", "dq", "dkdv")
 
-SWEEP_SHARE = 0.6
+SWEPT = ("full", "causal", "causal_sliding_window", "causal_document")
+"""What candidates are timed on: long runs of full tiles, and mostly partial ones; even work, and uneven."""
+
+SWEEP_SHARE = 0.7
 """How much of the time a sweep may take; the rest is the comparison's."""
 
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "fwd": (
-        Tile(128, 128, 8, 2), Tile(128, 128, 8, 3), Tile(128, 64, 8, 2, 128), Tile(128, 64, 8, 3, 128), Tile(128, 64, 8, 3),
-        Tile(128, 32, 8, 3, 128), Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 128, 4, 2), Tile(64, 64, 4, 3),
+        Tile(128, 64, 8, 2, 128), Tile(128, 128, 8, 2), Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 3, 128),
+        Tile(64, 64, 4, 2), Tile(64, 64, 4, 3),
     ),
     "dq": (
-        Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(128, 32, 8, 2, 128), Tile(128, 32, 8, 3), Tile(64, 64, 4, 2),
-        Tile(64, 32, 4, 3), Tile(64, 128, 4, 2), Tile(128, 64, 8, 2, 128),
+        Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 64, 8, 4), Tile(128, 128, 8, 2), Tile(128, 128, 8, 1), Tile(64, 64, 4, 2),
     ),
     "dkdv": (
-        Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 3),
-        Tile(64, 64, 8, 2, 128), Tile(128, 32, 8, 2, 128),
+        Tile(128, 64, 8, 2), Tile(128, 64, 8, 2, early=True), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, early=True),
+        Tile(128, 32, 8, 2, early=True),
     ),
 }  # fmt: skip
+"""Tiles that compile for Hopper at head_dim 128 without spilling more than a few registers. First, what is used now."""
 
 
 @dataclasses.dataclass
@@ -74,6 +81,11 @@ class Bench:
 
     def _case(self, mask: Mask) -> Case:
         return Case(mask=mask, heads_q=self.heads_q, heads_kv=self.heads_kv, head_dim=self.head_dim, dtype="bf16")
+
+    def save(self, path: Path | None) -> None:
+        """Write what was found so far."""
+        if path:
+            path.write_text(json.dumps(self.found, indent=1))
 
     @property
     def late(self) -> bool:
@@ -118,7 +130,7 @@ def geomean(values: list[float]) -> float:
 
 def tile_name(tile: Tile) -> str:
     limit = f"r{tile.max_registers}" if tile.max_registers else ""
-    return f"{tile.block}x{tile.step}w{tile.num_warps}s{tile.num_stages}{limit}"
+    return f"{tile.block}x{tile.step}w{tile.num_warps}s{tile.num_stages}{limit}{'e' if tile.early else ''}"
 
 
 def runners(case: Case, x: Inputs, launch: Launch) -> dict[str, Callable[[], object]]:
@@ -136,26 +148,17 @@ def runners(case: Case, x: Inputs, launch: Launch) -> dict[str, Callable[[], obj
     }
 
 
-def errors(case: Case, launch: Launch) -> float:
-    """The worst error of a small case over twice that of Naive-Torch in the same dtype: at most 1 is right."""
-    x = make_inputs(case, "cuda")
+def run_once(case: Case, x: Inputs, launch: Launch) -> Result:
+    """All results of a case with these tiles."""
     plan = plan_case(case, launch, x.q.device)
     out, lse = attention.attention_forward(x.q, x.k, x.v, plan, case.scale, launch)
-    ours = (out, lse, *attention.attention_backward(x.do, x.q, x.k, x.v, out, lse, plan, case.scale, launch))
-    exact = dataclasses.replace(case, dtype="fp32")
-    truth, plain = (naive(c, Inputs(*(t.to(d) for t in (x.q, x.k, x.v, x.do)))) for c, d in ((exact, torch.float32), (case, x.q.dtype)))
-    worst = 0.0
-    for got, base, true in zip(ours, plain, truth, strict=True):
-        error, allowed = (torch.where(t == true, 0.0, (t.float() - true).abs()).amax().item() for t in (got, base))
-        worst = max(worst, error / (2 * allowed + 1e-5)) if math.isfinite(error) else math.inf
-    return worst
+    return Result(out, lse, *attention.attention_backward(x.do, x.q, x.k, x.v, out, lse, plan, case.scale, launch))
 
 
-def naive(case: Case, x: Inputs) -> tuple[torch.Tensor, ...]:
-    call = Naive().bind(case, x)
-    out, lse = call.forward()
-    assert lse is not None
-    return (out.detach(), lse.detach(), *call.backward(x.do))
+def errors(case: Case, launch: Launch) -> float:
+    """The worst error of a small case over its limit: at most 1 is right."""
+    x = make_inputs(case, "cuda")
+    return max(verdict.error_over_limit for verdict in judge(case, x, cached_reference(case, x, "cuda"), run_once(case, x, launch)))
 
 
 def launches(part: str, base: Launch) -> Iterator[Launch]:
@@ -181,7 +184,7 @@ def verified(bench: Bench, part: str, base: Launch) -> list[Launch]:
         if worst <= 1.0:
             good.append(launch)
         else:
-            say(f"  {part} {label(part, launch)}: WRONG, {worst:.2f} of the allowed error")
+            say(f"  {part} {label(part, launch)}: WRONG, {worst:.2f} of the limit")
     return good
 
 
@@ -192,8 +195,8 @@ def sweep(bench: Bench, base: Launch, seqlens: list[int]) -> Launch:
         good = verified(bench, part, base)
         scores: dict[str, list[float]] = {label(part, launch): [] for launch in good}
         for seqlen in seqlens:
-            say(f"{part} ms at {seqlen}: " + " ".join(f"{SHORT[name]:>7}" for name in STATIC))
-            table = {name: times_of(bench, name, seqlen, part, good) for name in STATIC if not bench.late}
+            say(f"{part} ms at {seqlen}: " + " ".join(f"{SHORT[name]:>7}" for name in SWEPT))
+            table = {name: times_of(bench, name, seqlen, part, good) for name in SWEPT if not bench.late}
             for launch in good:
                 row = [table[name][label(part, launch)] for name in table]
                 scores[label(part, launch)] += row
@@ -215,30 +218,30 @@ def times_of(bench: Bench, name: str, seqlen: int, part: str, candidates: list[L
 
 def sweep_order(bench: Bench, launch: Launch, seqlens: list[int]) -> None:
     """Whether heads should take turns block by block: always, as the threshold says, never."""
-    usual = attention.TAIL
-    for seqlen in seqlens:
-        for part in PARTS:
-            say(f"{part} ms at {seqlen}: " + " ".join(f"{SHORT[name]:>7}" for name in STATIC))
-            rows: dict[float, list[float]] = {0.0: [], usual: [], math.inf: []}
-            for name in STATIC if not bench.late else ():
-                case = bench.case(name, seqlen)
-                run = runners(case, make_inputs(case, "cuda"), launch)[part]
-                for tail in rows:
-                    attention.TAIL = tail
-                    rows[tail].append(median_ms(run, 120.0))
-            attention.TAIL = usual
-            for tail, row in rows.items():
-                say(f"{'turns above ' + str(tail):>16} " + " ".join(f"{ms:7.3f}" for ms in row))
+    for seqlen, (part, threshold) in itertools.product(seqlens, {"dq": "ROW_TAIL", "dkdv": "COLUMN_TAIL"}.items()):
+        usual = getattr(attention, threshold)
+        rows: dict[float, list[float]] = {0.0: [], usual: [], math.inf: []}
+        for name in STATIC if not bench.late else ():
+            case = bench.case(name, seqlen)
+            run = runners(case, make_inputs(case, "cuda"), launch)[part]
+            for tail in rows:
+                setattr(attention, threshold, tail)
+                rows[tail].append(median_ms(run, 60.0))
+            setattr(attention, threshold, usual)
+        say(f"{part} ms at {seqlen}: " + " ".join(f"{SHORT[name]:>7}" for name in STATIC))
+        for tail, row in rows.items():
+            say(f"{'turns above ' + str(tail):>16} " + " ".join(f"{ms:7.3f}" for ms in row))
+        bench.found[f"{part} turns:{seqlen}"] = {str(tail): row for tail, row in rows.items()}
 
 
-def compare(bench: Bench, launch: Launch, seqlens: list[int]) -> None:
+def compare(bench: Bench, launch: Launch, wanted: dict[int, tuple[str, ...]]) -> None:
     """FlashMask with these tiles against FlexAttention, forward and backward, through the adapters' calls."""
     from pytest_longca.kernels.flex import Flex
 
-    for seqlen in seqlens:
+    for seqlen, names in wanted.items():
         say(f"\n{seqlen} tokens, {bench.heads_q}:{bench.heads_kv}, D {bench.head_dim}: TFLOP/s fwd, bwd; ratio to flex; flex's TFLOP/s")
         ratios: dict[str, list[float]] = {"fwd": [], "bwd": []}
-        for name in STATIC:
+        for name in names:
             if bench.late:
                 say("out of time")
                 break
@@ -276,8 +279,8 @@ def measure(call: object, case: Case, x: Inputs) -> tuple[float, float, tuple[to
 
 def limits(bench: Bench) -> None:
     """Plan times, and the memory of 128K tokens."""
-    for seqlen in (32768, 131072, 524288):
-        case = bench.case("causal_document", seqlen)
+    for name, seqlen in (*((name, 32768) for name in STATIC), ("causal_document", 131072), ("causal_document", 524288)):
+        case = bench.case(name, seqlen)
         launch = choose_launch(case.head_dim, torch.bfloat16, torch.device("cuda"))
         times = []
         for _ in range(4):
@@ -285,7 +288,8 @@ def limits(bench: Bench) -> None:
             plan_case(case, launch, torch.device("cuda"))
             torch.cuda.synchronize()
             times.append((time.perf_counter() - begin) * 1e3)
-        say(f"plan of {seqlen} tokens: {min(times):.2f} ms")
+        say(f"plan of {seqlen} tokens, {name}: {min(times):.2f} ms")
+        bench.found[f"plan {name}:{seqlen}"] = min(times)
     case = bench.case("causal_document", 131072)
     x = make_inputs(case, "cuda")
     held = sum(t.nbytes for t in (x.q, x.k, x.v, x.do))  # as much again are out, dq, dk and dv
@@ -305,7 +309,7 @@ def warm(bench: Bench, what: str) -> None:
         base = choose_launch(bench.head_dim, torch.bfloat16, torch.device("cuda"))
         launch = list(launches(name, base))[int(number)]
         for case in bench.small_cases():
-            errors(case, launch)
+            run_once(case, make_inputs(case, "cuda"), launch)
         return
     from pytest_longca.kernels.flex import Flex
 
@@ -316,26 +320,33 @@ def warm(bench: Bench, what: str) -> None:
     call.backward(x.do)
 
 
-def warm_all(jobs: list[str], processes: int) -> None:
-    """Run the compilations in other processes."""
-    running: list[subprocess.Popen[bytes]] = []
-    for job in jobs:
-        while len(running) >= processes:
-            running = [p for p in running if p.poll() is None]
-            time.sleep(0.05)
-        command = [sys.executable, *sys.argv, "--warm", job]
-        running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+def warm_all(bench: Bench, jobs: list[str], processes: int) -> None:
+    """Run the compilations in other processes, which have half of the time; what they leave is compiled when it is used."""
+    half = (time.monotonic() + bench.deadline) / 2
+    waiting, running = list(jobs), list[subprocess.Popen[bytes]]()
+    while (waiting or running) and time.monotonic() < half:
+        running = [process for process in running if process.poll() is None]
+        while waiting and len(running) < processes:
+            command = [sys.executable, *sys.argv, "--warm", waiting.pop(0)]
+            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        time.sleep(0.05)
     for process in running:
+        process.kill()
         process.wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seqlens", default="8192,32768")
+    parser.add_argument("--seqlens", default="8192,32768", help="lengths of the sweep")
+    parser.add_argument(
+        "--compare",
+        nargs="*",
+        default=["8192", "32768:full,causal,causal_document,prefix_lm_causal"],
+        help="lengths, each with its masks or all, that are compared with FlexAttention",
+    )
     parser.add_argument("--heads", default="64:8")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--sweep", action="store_true", help="time every candidate tile first, and compare with the best")
-    parser.add_argument("--no-flex", action="store_true")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--processes", type=int, default=10)
     parser.add_argument("--out", type=Path, help="a JSON file for all times")
@@ -350,22 +361,24 @@ def main() -> None:
     began = time.monotonic()
     base = choose_launch(args.head_dim, torch.bfloat16, torch.device("cuda"))
     own = [f"own:{part}:{i}" for part in PARTS for i in range(len(list(launches(part, base))))] if args.sweep else []
-    flex = [] if args.no_flex else [f"flex:{name}:{n}" for n in seqlens for name in STATIC]
-    warm_all(own + flex, args.processes)
+    wanted = {int(n): tuple(names.split(",")) if names else STATIC for n, _, names in (item.partition(":") for item in args.compare)}
+    flex = [f"flex:{name}:{n}" for n, names in wanted.items() for name in names]
+    warm_all(bench, flex + own, args.processes)
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; compiled ahead in {time.monotonic() - began:.0f} s")
     torch.cuda.empty_cache()
     best = base
     if args.sweep:
         end, bench.deadline = bench.deadline, began + 60 * args.minutes * SWEEP_SHARE
         best = sweep(bench, base, seqlens)
-        sweep_order(bench, best, seqlens[-1:])
+        bench.save(args.out)
+        sweep_order(bench, best, seqlens)
         bench.deadline = end
-    if not args.no_flex:
-        compare(bench, best, seqlens)
+    compare(bench, best, wanted)
+    bench.save(args.out)
     limits(bench)
-    say("best: " + ", ".join(f"{part} {tile_name(getattr(best, part))}" for part in PARTS) + f"; {time.monotonic() - began:.0f} s in all")
-    if args.out:
-        args.out.write_text(json.dumps(bench.found, indent=1))
+    bench.found["best"] = {part: tile_name(getattr(best, part)) for part in PARTS}
+    bench.save(args.out)
+    say(f"best: {bench.found['best']}; {time.monotonic() - began:.0f} s in all")
 
 
 if __name__ == "__main__":
