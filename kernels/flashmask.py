@@ -4,7 +4,7 @@ Algorithm: flash attention over tiles. A mask is two O(S) tables: the column for
 its transpose (the visible keys of each query). Tiles are classified once from them: absent tiles are never visited, full tiles never
 masked, partial tiles compared with the table of whichever side the program holds (dk and dv: columns; out and dq: rows).
 Backward: dq by query blocks, then dk and dv by key blocks with the query heads of a group summed in registers; P is recomputed from lse.
-The heaviest programs start first, and key blocks that would keep one SM busy for too long are split over their query heads.
+The heaviest programs start first, and the last key blocks are split over their query heads, so that all SMs stop together.
 Layout: BSHD with any strides whose last axis is contiguous. Dtypes: bf16, fp16; fp32 with IEEE products; no bf16 in Triton's interpreter.
 Head dims: multiples of 8 from 16 to 256, head_dim_v may differ. GQA: yes. Directions: forward and backward, also from a merged
 out and lse. lse: natural logarithm; a row that sees nothing gives out 0, lse -inf, gradients 0.
