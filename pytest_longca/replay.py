@@ -24,5 +24,11 @@ def replay(benchmark: Any, samples_ms: Sequence[float]) -> None:
     _stamps.clear()
 
 
+def decline(benchmark: Any) -> None:
+    """Leave a `benchmark` fixture without a result: it is used, so that it does not complain, and keeps nothing."""
+    benchmark.disabled = True
+    benchmark.pedantic(_nothing)
+
+
 def _nothing() -> None:
     """What pytest-benchmark calls between two stamps."""

@@ -10,7 +10,7 @@ from pytest_longca.conformance import Findings, commit, conclude, finish, keep, 
 from pytest_longca.errors import DidNotRun
 from pytest_longca.ids import parse_case
 from pytest_longca.outcome import Outcome, Passed, outcome_from_json
-from pytest_longca.replay import replay
+from pytest_longca.replay import decline, replay
 from pytest_longca.report.figures import SHARED
 from pytest_longca.report.record import Record, shape_of
 from pytest_longca.report.verdict import Limits
@@ -25,17 +25,23 @@ def run_timing(item: pytest.Item, session: "Session", benchmark: Any, kernel: st
     case = parse_case(case_id, session.catalogue.masks())
     verification, findings = session.verify(kernel, case, ("truth",)), Findings()
     findings.add(case, verification)
-    if not isinstance(verification.outcome, Passed) or item.config.getoption("benchmark_disable"):
+    if not isinstance(verification.outcome, Passed) or _is_disabled(item.config):
+        decline(benchmark)
         finish(item, session, "timing", kernel, case, verification, findings)
         return
     anchor, why_not = _anchor(session, kernel, case)
-    answer = _timed(item, session, kernel, case, anchor)
+    answer = _timed(item, session, benchmark, kernel, case, anchor)
     record = _record(session, kernel, case, findings, answer, _anchor_facts(anchor, why_not or answer["no_anchor"], answer["timing"]))
     keep(item, record)
     assert record.samples_ms
     benchmark.group = f"{case.mask.name} {case.direction}"
     benchmark.extra_info.update(_extra(case, record))
     replay(benchmark, record.samples_ms)
+
+
+def _is_disabled(config: pytest.Config) -> bool:
+    """Whether pytest-benchmark was told to time nothing. (Under xdist it times nothing by itself: our samples are not its own.)"""
+    return bool(config.getoption("benchmark_disable")) and not config.getoption("benchmark_enable")
 
 
 def _anchor(session: "Session", kernel: str, case: "Case") -> tuple[str | None, str | None]:
@@ -47,7 +53,7 @@ def _anchor(session: "Session", kernel: str, case: "Case") -> tuple[str | None, 
     return (anchor, None) if isinstance(outcome, Passed) else (None, f"{anchor} on this case: {outcome}")
 
 
-def _timed(item: pytest.Item, session: "Session", kernel: str, case: "Case", anchor: str | None) -> dict[str, Any]:
+def _timed(item: pytest.Item, session: "Session", benchmark: Any, kernel: str, case: "Case", anchor: str | None) -> dict[str, Any]:
     """The worker's timing, and one more look at the results on fresh inputs; ends the test if either fails."""
     request = {"op": "time", "kernel": kernel, "case": case.id, "anchor": anchor, "memory_limit": session.options.memory_limit}
     try:
@@ -56,6 +62,7 @@ def _timed(item: pytest.Item, session: "Session", kernel: str, case: "Case", anc
         answer = {"outcome": stopped.outcome.to_json()}
     outcome = known(session, kernel, case, outcome_from_json(answer["outcome"]))
     if not isinstance(outcome, Passed):
+        decline(benchmark)
         keep(item, _untimed(session, kernel, case, outcome))
         conclude(outcome, f"{kernel} after being timed: {outcome}\ncase: {case.id}")
     return answer

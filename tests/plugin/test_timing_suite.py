@@ -1,0 +1,111 @@
+"""Timings of a session: what a record holds, what is not timed and why, a run in slices, and pytest-benchmark's own options."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_longca.outcome import Wrong
+from pytest_longca.report.record import Record
+from pytest_longca.report.store import write_records
+from tests.plugin.conftest import KERNELS, Run
+
+WHERE = ("--longca-preset=smoke", "--longca-masks=causal", "--longca-seqlens=32", "-k", "timing", "--longca-json=records.jsonl")
+
+
+@pytest.fixture
+def timed(run: Run) -> Run:
+    """Time kernels on one case of 32 tokens, forward only."""
+
+    def timed(*args: str) -> pytest.RunResult:
+        return run(*WHERE, "--longca-passes=fwd", *args)
+
+    return timed
+
+
+def records() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path("records.jsonl").read_text().splitlines()]
+
+
+def test_a_record_holds_samples_figures_and_the_commands_and_benchmark_gets_the_same_times(timed: Run) -> None:
+    timed("--longca-kernels=naive", "--benchmark-json=bench.json").assert_outcomes(passed=1)
+    (record,) = records()
+    assert len(record["samples_ms"]) >= 10
+    assert (record["area"], record["flop"]) == (2 * 32 * 33 // 2, 2 * 2 * 32 * 33 // 2 * 64)
+    assert record["command"].startswith("pytest ") and "--longca-kernels=naive" in record["command"]
+    assert record["replay"] == f"pytest --longca-kernels=naive --longca-case='{record['case']}'"
+    assert record["facts"]["threads"] >= 1 and "shared_machine" not in record["facts"]
+    (bench,) = json.loads(Path("bench.json").read_text())["benchmarks"]
+    assert bench["stats"]["median"] == pytest.approx(statistics.median(record["samples_ms"]) / 1e3)
+    assert bench["extra_info"]["tflop_per_s"] == pytest.approx(record["flop"] / statistics.median(record["samples_ms"]) / 1e9)
+
+
+def test_benchmark_disable_verifies_and_times_nothing(timed: Run) -> None:
+    timed("--longca-kernels=naive", "--benchmark-disable").assert_outcomes(passed=1)
+    (record,) = records()
+    assert (record["outcome"], record["samples_ms"]) == ({"kind": "passed"}, None)
+
+
+def test_a_kernel_that_is_wrong_is_not_timed_and_leaves_no_benchmark(timed: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(KERNELS)
+    result = timed("--longca-kernels=wrong_dk", "--longca-passes=fwd_bwd")
+    result.assert_outcomes(failed=1)
+    (record,) = records()
+    assert (record["outcome"]["kind"], record["samples_ms"]) == ("wrong", None)
+    result.stdout.no_fnmatch_line("*benchmark:*tests*")
+
+
+def test_an_interpreted_kernel_is_not_timed_and_says_why(timed: Run) -> None:
+    timed("--longca-kernels=flashmask").assert_outcomes(skipped=1)
+    (record,) = records()
+    assert record["reason"] == "not verified: interpreted on a CPU: its time means nothing; not verified on hardware"
+
+
+def test_operands_above_the_memory_limit_are_out_of_memory_before_anything_runs(timed: Run) -> None:
+    operands = 4 * 32 * 32 * 2 * (2 + 1)  # q and out have 2 heads, k and v one
+    timed("--longca-kernels=naive", f"--longca-memory-limit={operands - 1}B").assert_outcomes(skipped=1)
+    (record,) = records()
+    assert (record["outcome"]["kind"], record["outcome"]["wanted_bytes"]) == ("out_of_memory", operands)
+
+
+def test_a_run_in_slices_loses_nothing_and_ends_green(timed: Run) -> None:
+    args = ("--longca-kernels=naive,sdpa", "--longca-resume=records.jsonl")
+    first = timed(*args, "--longca-budget=0.001s")
+    first.assert_outcomes(skipped=2)
+    assert first.ret == 0
+    assert [record["outcome"]["is_postponed"] for record in records()] == [True, True]
+    second = timed(*args, "--longca-budget=5m")
+    second.assert_outcomes(passed=2)
+    second.stdout.no_fnmatch_line("*outside --longca-budget*")
+    third = timed(*args, "--longca-md=summary.md")
+    assert third.ret == 0
+    third.stdout.fnmatch_lines(["fastest verified kernel:", "*deselected*"])
+    assert "Fastest verified kernel" in Path("summary.md").read_text()
+    assert len(records()) == 4
+
+
+def test_what_failed_before_keeps_a_resumed_run_red(timed: Run) -> None:
+    case = "causal(seqlen_q=32,seqlen_kv=32)/b1/h2:1/d32/fp32/fwd/s0"
+    write_records("old.jsonl", [Record(stage="timing", kernel="naive", mask="causal", case=case, outcome=Wrong("dk").to_json())])
+    result = timed("--longca-kernels=naive", "--longca-resume=old.jsonl")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["naive: wrong: dk*"])
+
+
+def test_beside_other_xdist_workers_times_are_told_to_be_rough(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_subprocess("-n2", "-p", "no:cacheprovider", "--longca-kernels=naive", "--longca-passes=fwd", *WHERE)
+    result.assert_outcomes(passed=1)
+    (record,) = records()
+    assert record["facts"]["shared_machine"] is True
+    assert len(record["samples_ms"]) >= 10
+    result.stdout.fnmatch_lines(["fastest verified kernel (rough: other tests ran beside the timings):"])
+
+
+def test_a_budget_orders_items_and_processes_name_theirs(run: Run) -> None:
+    result = run(*WHERE, "--longca-kernels=naive,sdpa", "--longca-processes=2", "--longca-budget=9m", "--collect-only", "-q")
+    shown = [line.split("[")[1].rstrip("]") for line in result.outlines if "test_timing" in line]
+    case = "causal(seqlen_q=32,seqlen_kv=32)/b1/h2:1/d32/fp32/{}/s0"
+    one = [f"{kernel}-{case.format(direction)}" for direction in ("fwd", "bwd") for kernel in ("naive", "sdpa")]
+    assert shown == [*one, *(f"{name}-p2" for name in one)]
