@@ -20,12 +20,13 @@ MATRIX_COLUMNS = 8
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """P or dS of a tile as operands: in parts, and `size` and `square` of it as far as limits need them."""
+    """P or dS of a tile as operands: in parts, and size, square and fourth power of it as limits need them."""
 
     value: Tensor
     parts: Parts
     size: Tensor
     square: Tensor
+    fourth: Tensor
 
 
 class Arithmetic(Protocol):
@@ -89,11 +90,11 @@ class Exact:
 
     def exponentials(self, scores: Tensor, highest: Tensor, scale: float, factor: Tensor | None = None) -> Weights:
         p = exponentials(scores, highest, scale, factor)
-        return Weights(p, (p,), p, p.square())
+        return Weights(p, (p,), p, square := p.square(), square.square())
 
     def gradients(self, p: Tensor, dp: Tensor, delta: Tensor) -> Weights:
         ds = p * (dp - delta)
-        return Weights(ds, (ds,), ds.abs(), ds.square())
+        return Weights(ds, (ds,), ds.abs(), square := ds.square(), square.square())
 
 
 class Split:
@@ -136,12 +137,12 @@ class Split:
         return _bmm(a, b)[..., :columns]
 
     def exponentials(self, scores: Tensor, highest: Tensor, scale: float, factor: Tensor | None = None) -> Weights:
-        p, high, low, square = self._exponentials(scores, highest, scale, factor)
-        return Weights(p, (high, low), high, square)
+        p, high, low, square, fourth = self._exponentials(scores, highest, scale, factor)
+        return Weights(p, (high, low), high, square, fourth)
 
     def gradients(self, p: Tensor, dp: Tensor, delta: Tensor) -> Weights:
-        ds, high, low, size, square = self._gradients(p, dp, delta)
-        return Weights(ds, (high, low), size, square)
+        ds, high, low, size, square, fourth = self._gradients(p, dp, delta)
+        return Weights(ds, (high, low), size, square, fourth)
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,16 +155,18 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return high, (x - high).to(torch.bfloat16)
 
 
-def _split_exponentials(scores: Tensor, highest: Tensor, scale: float, factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _split_exponentials(scores: Tensor, highest: Tensor, scale: float, factor: Tensor | None) -> tuple[Tensor, ...]:
     p = exponentials(scores, highest, scale, factor)
     high, low = halves(p)
-    return p, high, low, high.square()
+    square = high.square()
+    return p, high, low, square, square.square()
 
 
-def _split_gradients(p: Tensor, dp: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _split_gradients(p: Tensor, dp: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
     ds = p * (dp - delta)
     high, low = halves(ds)
-    return ds, high, low, high.abs(), high.square()
+    square = high.square()
+    return ds, high, low, high.abs(), square, square.square()
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pytest_longca.arithmetic import Weights
 from pytest_longca.forward import TINY, Forward, flushed, widened
-from pytest_longca.limits import Bound, Terms, bound_of
+from pytest_longca.limits import DS_ROUNDINGS, Bound, Terms, bound_of, concentrated
 from pytest_longca.operands import Operands
 from pytest_longca.sweep import Piece, RowTile
 
@@ -26,10 +26,12 @@ class Backward:
             return ops.q.new_zeros(shape, dtype=work)
 
         self.dq, self.dq_absolute, self.dq_squares = zeros(*rows, case.head_dim), zeros(*rows, case.head_dim), zeros(*rows)
+        self.dq_fourths = zeros(*rows)
         self.dk, self.dv = zeros(*keys, case.head_dim), zeros(*keys, case.head_dim_v)
         self.dk_absolute, self.dv_absolute = zeros(*keys, case.head_dim), zeros(*keys, case.head_dim_v)
         self.squares = zeros(*keys, 4)  # of dv, of dk by D, evenness, P
-        self.dk_squares = zeros(*keys, 1)
+        self.dk_squares, self.dk_fourths = zeros(*keys, 1), zeros(*keys, 1)
+        self.fourths = zeros(*keys, 2)  # of dv, of dk by D
         self.flushed = {}
         if ops.rounding.flush:
             widths = {"dq": (*rows, case.head_dim), "dk": (*keys, case.head_dim), "dv": (*keys, case.head_dim_v)}
@@ -47,13 +49,14 @@ class Backward:
         """What P gives: dv, the bound of dv, and what an error in D costs dk."""
         ops, ar = self.ops, self.ops.arithmetic
         ops.add_keys(self.dv, piece, ar.product(_transposed(weights.parts), rows.do_parts))
-        size, square = self._as_rounded(weights)
+        size, square, fourth = self._as_rounded(weights, weights.value)
         absolute = ar.bound(size.mT, rows.weighted)
         dv, dk = absolute.split([ops.case.head_dim_v, ops.case.head_dim], -1)
         ops.add_keys(self.dv_absolute, piece, dv)
         ops.add_keys(self.dk_absolute, piece, dk)
         plain = ar.bound(weights.size.mT, rows.evenness)
         ops.add_keys(self.squares, piece, torch.cat([ar.bound(square.mT, rows.squares), plain], -1))
+        ops.add_keys(self.fourths, piece, ar.bound(fourth.mT, rows.fourths))
         if ops.rounding.flush:
             lost = ar.rough(flushed(weights.value, ops.rounding.flush))
             ops.add_keys(self.flushed["dv"], piece, ar.bound(lost.mT, rows.do_absolute))
@@ -65,24 +68,30 @@ class Backward:
         ds = ar.gradients(p, ar.scores(rows.do, v.mT), rows.delta)
         self._to_rows(self.dq, rows, ar.product(ds.parts, ar.parts(k)))
         ops.add_keys(self.dk, piece, ar.product(_transposed(ds.parts), rows.q_parts))
-        size, square = self._as_rounded(ds)
+        size, square, fourth = self._as_rounded(ds, p)
         key_absolute = ar.rough(k.abs())
         self._to_rows(self.dq_absolute, rows, ar.bound(size, key_absolute))
         ops.add_keys(self.dk_absolute, piece, ar.bound(size.mT, rows.q_absolute))
-        self._to_rows(self.dq_squares, rows, ar.bound(square, ar.rough(ops.keys(ops.k_norm2, piece))[..., None])[..., 0])
+        k_norm2 = ops.keys(ops.k_norm2, piece)[..., None]
+        self._to_rows(self.dq_squares, rows, ar.bound(square, ar.rough(k_norm2))[..., 0])
+        self._to_rows(self.dq_fourths, rows, ar.bound(fourth, ar.rough(k_norm2.square()))[..., 0])
         ops.add_keys(self.dk_squares, piece, ar.bound(square.mT, rows.q_squares))
+        ops.add_keys(self.dk_fourths, piece, ar.bound(fourth.mT, rows.q_fourths))
         if ops.rounding.flush:
-            lost = ar.rough(flushed(ds.value.abs(), ops.rounding.flush))
+            lost = flushed(ds.value.abs(), ops.rounding.flush)
+            lost = ar.rough(torch.maximum(lost, _follows(flushed(p, ops.rounding.flush), p, ds.value)))
             self._to_rows(self.flushed["dq"], rows, ar.bound(lost, key_absolute))
             ops.add_keys(self.flushed["dk"], piece, ar.bound(lost.mT, rows.q_absolute))
 
-    def _as_rounded(self, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Size and square of P or dS as their rounding errors are: larger than they, where the dtype underflows."""
+    def _as_rounded(self, weights: Weights, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Size, square and fourth power of P or dS as their rounding errors are: larger than they, where they or P underflow."""
         flush = self.ops.rounding.flush
         if not flush:
-            return weights.size, weights.square
-        size = self.ops.arithmetic.rough(widened(weights.value.abs(), flush))
-        return size, size.square()
+            return weights.size, weights.square, weights.fourth
+        of_p = _follows(widened(p, flush), p, weights.value)
+        size = self.ops.arithmetic.rough(torch.maximum(widened(weights.value.abs(), flush), of_p))
+        square = size.square()
+        return size, square, square.square()
 
     def _to_rows(self, total: Tensor, rows: "_Rows", of_tile: Tensor) -> None:
         total[:, :, rows.rows] += self.ops.grouped(of_tile, rows.rows)
@@ -95,47 +104,58 @@ class Backward:
         ops, forward = self.ops, self.forward
         by_delta = _delta_rounding(ops, forward).square() * forward.mean_key.square()
         by_dp = (ops.rounding.ratio * ops.dp).square() * forward.squares[..., 1]
+        squares = self.dq_squares * ops.growth.square() * ops.scale**2
         terms = Terms(
             absolute=self.dq_absolute * ops.growth[..., None] * ops.scale,
-            squares=self.dq_squares * ops.growth.square() * ops.scale**2,
+            squares=DS_ROUNDINGS * squares,
+            concentrated=DS_ROUNDINGS * concentrated(self.dq_fourths * (ops.growth * ops.scale) ** 4, squares, squares),
+            roundings=DS_ROUNDINGS,
             growth=ops.growth,
             mean=ops.shared_key(ops.k),
             coherent=(by_delta + by_dp).sqrt() * ops.scale,
             flushed=self.flushed["dq"] * ops.scale if self.flushed else None,
         )
         dq = self.dq * ops.case.scale
-        bound = bound_of(dq, terms, ops.rounding, ops.case.seqlen_kv)
+        bound = bound_of(dq, terms, ops.rounding, ops.case.seqlen_kv, ops.query_deviations)
         return ops.per_row(dq), Bound(*map(ops.per_row, bound.tensors()))
 
     def _dk(self) -> tuple[Tensor, Bound]:
         ops = self.ops
+        squares, by_delta = self.dk_squares[..., 0] * ops.scale**2, self.squares[..., 1] * ops.scale**2
+        fourths = self.dk_fourths[..., 0] * ops.scale**4
+        # A term that is large itself is along the row with its error in D too: sum of (dS^2 e^2), by Cauchy and Schwarz.
+        with_delta = (fourths * self.fourths[..., 1] * ops.scale**4).sqrt()
         terms = Terms(
             absolute=self.dk_absolute * ops.scale,
-            squares=(self.dk_squares[..., 0] + self.squares[..., 1]) * ops.scale**2,
+            squares=DS_ROUNDINGS * squares + by_delta,
+            concentrated=DS_ROUNDINGS * concentrated(fourths, squares, squares) + concentrated(with_delta, squares, by_delta),
+            roundings=DS_ROUNDINGS,
             growth=self._growth_of_keys(),
             mean=ops.shared_query(ops.q),
             flushed=self.flushed["dk"] * ops.scale if self.flushed else None,
-            common=self.squares[..., 1] * ops.scale**2,
-            partial_sums=ops.case.group > 1,
+            common=by_delta,
+            parts=squares if ops.case.group > 1 else None,
         )
         return self._of_keys(self.dk * ops.scale, terms)  # the operand q carries the scale's sign
 
     def _dv(self) -> tuple[Tensor, Bound]:
         ops = self.ops
+        squares = self.squares[..., 0]
         terms = Terms(
             absolute=self.dv_absolute,
-            squares=self.squares[..., 0],
+            squares=squares,
+            concentrated=concentrated(self.fourths[..., 0], squares, squares),
             growth=self._growth_of_keys(),
             mean=ops.shared_query(ops.do),
             flushed=self.flushed.get("dv"),
             evenness=self.squares[..., 2] / self.squares[..., 3].clamp_min(TINY),
-            partial_sums=ops.case.group > 1,
+            parts=squares if ops.case.group > 1 else None,
         )
         return self._of_keys(self.dv, terms)
 
     def _of_keys(self, value: Tensor, terms: Terms) -> tuple[Tensor, Bound]:
         ops = self.ops
-        bound = bound_of(value, terms, ops.rounding, ops.case.seqlen_q * ops.case.group)
+        bound = bound_of(value, terms, ops.rounding, ops.case.seqlen_q * ops.case.group, ops.key_deviations)
         return ops.per_key(value), Bound(*map(ops.per_key, bound.tensors()))
 
     def _growth_of_keys(self) -> Tensor:
@@ -163,16 +183,26 @@ class _Rows:
         self.q_absolute = ar.rough(q.abs() * growth)
         self.weighted = torch.cat([self.do_absolute, ar.rough(q.abs() * (error + other))], -1)
         q2, do2 = flat(ops.q_norm2)[..., None], flat(ops.do_norm2)[..., None]
-        self.squares = ar.rough(torch.cat([do2 * growth.square(), q2 * (error.square() + other.square())], -1))
-        self.q_squares = ar.rough(q2 * growth.square())
+        squares = torch.cat([do2 * growth.square(), q2 * (error.square() + other.square())], -1)
+        self.squares, self.fourths = ar.rough(squares), ar.rough(squares.square())
+        q_squares = q2 * growth.square()
+        self.q_squares, self.q_fourths = ar.rough(q_squares), ar.rough(q_squares.square())
         evenness = flat(forward.evenness)[..., None]
         self.evenness = ar.rough(torch.cat([evenness, torch.ones_like(evenness)], -1))
 
 
 def _delta_rounding(ops: Operands, forward: Forward, rows: slice = slice(None)) -> Tensor:
-    """In units of u, what rounding out costs the row-sum term D = <do, out>, `[stacks, group, rows]`."""
-    norm: Tensor = torch.linalg.vector_norm(ops.do[:, :, rows] * forward.out[:, :, rows], dim=-1)
-    return norm
+    """In units of u, what rounding out and, before, P costs the row-sum term D = <do, out>, `[stacks, group, rows]`."""
+    do, out = ops.do[:, :, rows], forward.out[:, :, rows]
+    of_out = (do * out).square().sum(-1)
+    # <do, V>: directions of their own, and the one that the values share.
+    along_do = ops.do_norm2[:, :, rows] / ops.case.head_dim_v + (do.to(out.dtype) * ops.shared_key(ops.v)).sum(-1).square()
+    return (of_out + forward.squares[:, :, rows, 0] * along_do).sqrt()
+
+
+def _follows(as_rounded: Tensor, p: Tensor, value: Tensor) -> Tensor:
+    """The size of P or dS where P is as large as its rounding error says."""
+    return torch.where(p > 0, value.abs() * (as_rounded / p), 0.0)
 
 
 def _transposed(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

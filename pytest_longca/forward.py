@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pytest_longca.arithmetic import Weights
-from pytest_longca.limits import SCALE, Bound, Terms, bound_of
+from pytest_longca.limits import SCALE, Bound, Terms, bound_of, concentrated, fp32_steps
 from pytest_longca.operands import Operands
 from pytest_longca.sweep import Piece, RowTile
 
@@ -28,6 +28,7 @@ class Forward:
         self.absolute = new(*shape, case.head_dim_v, dtype=work)
         self.mean_key = new(shape, dtype=work)  # |sum of P K|: where an error in the row-sum term D goes
         self.squares = new(*shape, 3, dtype=work)  # sums of P^2 times |V|^2, |K|^2 and 1
+        self.fourths = new(shape, dtype=work)  # sum of P^4 |V|^4
         self.flushed = new(*shape, case.head_dim_v, dtype=work) if ops.rounding.flush else None
         self.evenness = new(shape, dtype=work)
 
@@ -54,6 +55,7 @@ class Forward:
         self.absolute[:, :, rows] = self.ops.grouped(absolute, rows)
         self.mean_key[:, :, rows] = self.ops.grouped(torch.linalg.vector_norm(key, dim=-1), rows)
         self.squares[:, :, rows] = self.ops.grouped((sums.squares / total.square()), rows)
+        self.fourths[:, :, rows] = self.ops.grouped(sums.fourths[..., 0] / total[..., 0] ** 4, rows)
         self.highest[:, :, rows] = self.ops.grouped(_finite(sums.highest)[..., 0], rows)
         self.total[:, :, rows] = self.ops.grouped(sums.total[..., 0], rows)
         shortfall = 1 - sums.squares[..., 2] / total[..., 0]
@@ -77,6 +79,8 @@ class Forward:
             self.absolute[:, :, rows] += ops.grouped(ar.bound(ar.rough(as_rounded - p), v), rows)
             squares = ar.bound(ar.rough(as_rounded.square() - p.square()), norm2)
             self.squares[:, :, rows, 0] += ops.grouped(squares[..., 0], rows)
+            fourths = ar.bound(ar.rough(as_rounded**4 - p**4), norm2.square())
+            self.fourths[:, :, rows] += ops.grouped(fourths[..., 0], rows)
 
     def finish(self) -> dict[str, tuple[Tensor, Bound]]:
         """Out and lse with their bounds, in the reference's layout."""
@@ -85,20 +89,24 @@ class Forward:
         terms = Terms(
             absolute=self.absolute * ops.growth[..., None],
             squares=squares,
+            concentrated=concentrated(self.fourths * ops.growth**4, squares, squares),
             growth=ops.growth,
             mean=ops.shared_key(ops.v),
             flushed=self.flushed,
             evenness=self.evenness,
         )
-        bound = bound_of(self.out, terms, ops.rounding, ops.case.seqlen_kv)
+        bound = bound_of(self.out, terms, ops.rounding, ops.case.seqlen_kv, ops.query_deviations)
         return {"out": (ops.per_row(self.out), Bound(*map(ops.per_row, bound.tensors()))), "lse": self._lse()}
 
     def _lse(self) -> tuple[Tensor, Bound]:
         case = self.ops.case
         lse = (self.highest * self.ops.scale + self.total.log()).reshape(case.batch, case.heads_q, case.seqlen_q)
-        size = 2 + self.ops.logit.reshape(lse.shape) + lse.abs().nan_to_num(posinf=0.0)
-        zeros = torch.zeros_like(size)
-        return lse, Bound(size, size, SCALE * size, zeros, zeros, zeros, zeros)
+        logit, others = self.ops.logit.reshape(lse.shape), 2 + lse.abs().nan_to_num(posinf=0.0)
+        zeros, size = torch.zeros_like(lse), logit + others
+        # Products that are all alike round to the same side in each partial sum.
+        alike = case.head_dim / 2 / fp32_steps(case.head_dim)
+        allowed = SCALE * others + max(SCALE, alike) * logit
+        return lse, Bound(torch.maximum(size, allowed / SCALE), size, allowed, zeros, zeros, zeros, zeros)
 
 
 class _Running:
@@ -116,7 +124,7 @@ class _Running:
         self.total = zeros(1)
         self.first, self.absolute = zeros(case.head_dim_v), zeros(case.head_dim_v)
         self.keys = zeros(case.head_dim)
-        self.squares = zeros(3)
+        self.squares, self.fourths = zeros(3), zeros(1)
 
     def add(self, piece: Piece, scores: Tensor) -> None:
         ops, ar = self.ops, self.ops.arithmetic
@@ -133,8 +141,10 @@ class _Running:
         sides = torch.cat([ar.rough(v.abs()), ar.rough(k)], -1)
         absolute, keys = ar.bound(weights.size, sides).split([v.shape[-1], k.shape[-1]], -1)
         self.absolute, self.keys = self.absolute * before + absolute, self.keys * before + keys
-        norms = torch.stack([ops.keys(ops.v_norm2, piece), ops.keys(ops.k_norm2, piece), torch.ones_like(scores[:, 0])], -1)
+        v_norm2 = ops.keys(ops.v_norm2, piece)
+        norms = torch.stack([v_norm2, ops.keys(ops.k_norm2, piece), torch.ones_like(scores[:, 0])], -1)
         self.squares = self.squares * before.square() + ar.bound(weights.square, ar.rough(norms))
+        self.fourths = self.fourths * before**4 + ar.bound(weights.fourth, ar.rough(v_norm2.square()[..., None]))
 
 
 def _finite(highest: Tensor) -> Tensor:

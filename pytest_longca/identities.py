@@ -14,7 +14,7 @@ from torch import Tensor
 from pytest_longca.case import Case
 from pytest_longca.inputs import Inputs
 from pytest_longca.judge import Result
-from pytest_longca.limits import RMS, blocks_in_dtype, rounding_of
+from pytest_longca.limits import DS_ROUNDINGS, RMS, blocks_in_dtype, rounding_of
 
 DEVIATIONS = 6.0
 """How many standard deviations the norm of a sum's error may be above its mean."""
@@ -92,7 +92,7 @@ def _group(case: Case, inputs: Inputs, result: Result, sees: Tensor, batch: int)
         *(queries(result.out), queries(result.dq), keys(result.dk), keys(result.dv)),  # type: ignore[arg-type]  # asserted above
         sees=seen,
         scale=case.scale,
-        # P or dS, the result, each query head's part of it, and sums that are kept in the dtype
+        # P, the result, each query head's part of it, and sums that are kept in the dtype
         roundings=2 + (case.group > 1) + ((blocks_in_dtype(case, "dk") - 1) / 2 if result.sums_in_dtype else 0),
     )
 
@@ -117,7 +117,7 @@ def _sum_of_dv(x: _Grouped) -> tuple[Tensor, Tensor]:
 def _sum_of_dk(x: _Grouped) -> tuple[Tensor, Tensor]:
     """Sum of dk = 0. Besides dS and dk, out was rounded: its error in D reaches the sum by every key."""
     delta2 = (x.do * x.out).square().sum(-1, keepdim=True)
-    return x.dk.sum(1), x.roundings * x.dk.square().sum(1) + (delta2 * (x.q * x.scale).square()).sum(1)
+    return x.dk.sum(1), (x.roundings - 1 + DS_ROUNDINGS) * x.dk.square().sum(1) + (delta2 * (x.q * x.scale).square()).sum(1)
 
 
 def _out_and_dv(x: _Grouped) -> tuple[Tensor, Tensor]:
@@ -130,8 +130,8 @@ def _out_and_dv(x: _Grouped) -> tuple[Tensor, Tensor]:
 def _dq_and_dk(x: _Grouped) -> tuple[Tensor, Tensor]:
     """<q, dq> = <k, dk>. dS is rounded in both."""
     error = (x.q * x.dq).sum((1, 2)) - (x.k * x.dk).sum((1, 2))
-    terms = 2 * _terms(x.dk, x.k)
-    return error[:, None], ((x.q * x.dq).square().sum((1, 2)) + (x.roundings - 1) * (x.k * x.dk).square().sum((1, 2)) + terms)[:, None]
+    terms = 2 * DS_ROUNDINGS * _terms(x.dk, x.k)
+    return error[:, None], ((x.q * x.dq).square().sum((1, 2)) + (x.roundings - 2 + DS_ROUNDINGS) * (x.k * x.dk).square().sum((1, 2)) + terms)[:, None]
 
 
 def _terms(sums: Tensor, other: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pytest_longca.case import Case
 from pytest_longca.inputs import TORCH_DTYPES, Inputs, shapes
-from pytest_longca.limits import SCORE_UNIT, TILE, TILE_ROWS, Bound, along_limit, blocks_in_dtype, rounding_of, row_limit
+from pytest_longca.limits import SCORE_UNIT, TILE, TILE_ROWS, Bound, along_limit, blocks_in_dtype, deviations, rounding_of, row_limit
 from pytest_longca.reference import Reference
 from pytest_longca.signatures import Evidence, causes, causes_across
 
@@ -122,7 +122,7 @@ def _judge_tensor(
     x = value.detach().to(truth.device, truth.dtype)
     bound = reference.bounds[name]
     if sums_in_dtype and name in GRADIENTS:
-        bound = bound.with_sums_in_dtype(blocks_in_dtype(case, name), truth.shape[-1])
+        bound = bound.with_sums_in_dtype(blocks_in_dtype(case, name), truth.shape[-1], deviations(truth[..., 0].numel()))
     if name == "lse":
         sizes = _lse_errors(x, truth)
         limits = row_limit(bound, SCORE_UNIT[case.dtype])
@@ -161,7 +161,7 @@ def _row_errors(
         limit = limit.masked_fill((reference.lse == -math.inf).transpose(1, 2), 0.0)
     along = (error * truth).sum(-1).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)  # <error, ref>
     norm = torch.linalg.vector_norm(truth, dim=-1)
-    along_allowed = along_limit(bound, rounding.unit) * norm
+    along_allowed = along_limit(bound, rounding.unit, deviations(size.numel())) * norm
     over = torch.maximum(_over(size, limit), _over(along.abs(), along_allowed))
     tiles = _over(_tile_errors(size, bound, rounding.unit), torch.tensor(TILE, device=size.device))
     shared = bound.shared * norm

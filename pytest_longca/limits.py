@@ -7,6 +7,7 @@ sum of terms; `u` is a quarter of the dtype's spacing at 1 (2^-9 for bf16), so t
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -15,15 +16,13 @@ from pytest_longca.case import Case
 
 SCALE = 4.0
 """Allowed row error in units of u times `scale`: two worst roundings of everything in it."""
-DIRECTED = 6.0
-"""Allowed row error in units of u times the spread in one direction: 7.2 standard deviations."""
-TILE = 2.5
-"""Allowed root mean square of error / (u * spread) over a tile of rows: three times what rounding gives."""
+FALSE_ALARMS = 1e-4
+"""How often an honest tensor's largest row would be beyond its limit, were a rounding's standard deviation 1.1 RMS u (it is RMS u)."""
+DS_ROUNDINGS = 2
+"""How often each term of dq and dk is rounded: kernels may form dS from the P that they rounded for dv, and then round dS."""
+TILE = 1.3
+"""Allowed root mean square of error / (u * spread) over a tile of rows: rounding gives 0.83, and 1.155 where every mantissa is near 1."""
 TILE_ROWS = 128
-
-
-GAIN = 6.0
-"""Allowed error along the row in units of u times `along`: 7.2 standard deviations."""
 CPU_QUERY_BLOCKS = ((768, 256), (192, 64), (0, 32))
 """(from so many queries, block of queries): after each block torch's CPU attention rounds dk and dv to their dtype."""
 CPU_KEY_BLOCK = 512
@@ -61,9 +60,18 @@ def rounding_of(case: Case) -> Rounding:
     return ROUNDINGS[case.dtype]
 
 
-def isotropic(dim: int) -> float:
-    """Allowed row error in units of u times the spread over all of `dim` directions: twice the rms, and the norm's own spread six times."""
-    return 2 * (1 + 6 / math.sqrt(2 * dim))
+def deviations(num_rows: int) -> float:
+    """What the largest of so many honest errors stays below, in units of u times their spread: the quantile of a normal distribution.
+
+    >>> round(deviations(1000), 2), round(deviations(10**6), 2)
+    (4.86, 5.91)
+    """
+    return -1.1 * RMS * NormalDist().inv_cdf(FALSE_ALARMS / (2 * max(num_rows, 1)))
+
+
+def isotropic(dim: int, deviations: float) -> float:
+    """Allowed row error in units of u times the spread over all of `dim` directions: twice the rms, and the deviations of the norm."""
+    return 2 * (1 + deviations / math.sqrt(2 * dim))
 
 
 def fp32_steps(num_terms: float) -> float:
@@ -106,7 +114,7 @@ class Bound:
     def tensors(self) -> Iterator[Tensor]:
         yield from (self.scale, self.spread, self.allowed, self.along, self.squares, self.flush, self.shared)
 
-    def with_sums_in_dtype(self, blocks: int, dim: int) -> "Bound":
+    def with_sums_in_dtype(self, blocks: int, dim: int, deviations: float) -> "Bound":
         """The bound of a kernel that rounds its sums to the dtype after each of `blocks` blocks.
 
         After t of T blocks the sum has t / T of the squares: (T - 1) / 2 of them are rounded on the way.
@@ -116,11 +124,11 @@ class Bound:
         return Bound(
             scale=self.scale * (1 + times / 2),
             spread=(self.spread.square() + more2).sqrt(),
-            allowed=(self.allowed.square() + isotropic(dim) ** 2 * more2).sqrt(),
+            allowed=(self.allowed.square() + isotropic(dim, deviations) ** 2 * more2).sqrt(),
             along=(self.along.square() + more2 * min(3 / dim, 1)).sqrt(),
             squares=self.squares,
             flush=self.flush,
-            shared=self.shared,
+            shared=self.shared * (1 + times),  # what is rounded to the same side once is so each time
         )
 
 
@@ -128,44 +136,57 @@ class Bound:
 class Terms:
     """The sums over a row's terms that a bound is made of, `[..., rows]` (`absolute`, `flushed`: `[..., rows, head_dim]`, entry by entry).
 
-    `squares` is of independent terms; `mean` `[..., 1, head_dim]` is the direction that they share, as a part of their rms norm.
-    `coherent` is the norm of an error that all terms share; `growth` is how much fp32 arithmetic adds to a rounding (1 if nothing);
+    `squares` is of the independent errors, in units of u; `concentrated` is what of it lies along the row because single terms are a large
+    part of it; `mean` `[..., 1, head_dim]` is the direction that the terms share, as a part of their rms norm.
+    `roundings` is how often each term is rounded. `coherent` is the norm of an error that all terms share; `growth` is how much fp32 arithmetic adds to a rounding (1 if nothing);
     `common` are those of `squares` that belong to errors which other rows share; `evenness` in 0 to 1 says that P's roundings
-    do not average out; `partial_sums` that each query head of a group is rounded before their sum.
+    do not average out; `parts` are the squares of what is rounded before the last sum, each query head's share of a group.
     """
 
     absolute: Tensor
     squares: Tensor
+    concentrated: Tensor
     growth: Tensor
     mean: Tensor
     coherent: Tensor | None = None
     flushed: Tensor | None = None
     common: Tensor | None = None
     evenness: Tensor | None = None
-    partial_sums: bool = False
+    parts: Tensor | None = None
+    roundings: int = 1
 
 
-def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int) -> Bound:
+def concentrated(products: Tensor, squares: Tensor, errors: Tensor) -> Tensor:
+    """The part of the squared errors that lies along a sum of independent terms, on top of 1/dim of all.
+
+    The sum r of terms t_j has |t_j|^2 / |r| along t_j because of t_j itself, and |r|^2 is close to the sum of their `squares`; so of errors e_j
+    along t_j, e_j^2 |t_j|^2 / |r|^2 is along r: `products` are the sums of e_j^2 |t_j|^2. All of it where such products underflow.
+    """
+    smallest = 1e-140 if squares.dtype is torch.float64 else 1e-14
+    return torch.where(squares > smallest, products / squares.clamp_min(smallest), errors).minimum(errors)
+
+
+def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int, deviations: float) -> Bound:
     """The bound of rows `value` `[..., rows, head_dim]`; its fields are `[..., rows]`."""
     dim = value.shape[-1]
     size2 = value.square().sum(-1)
     absolute2 = terms.absolute.square().sum(-1)
     coherent2 = torch.zeros_like(size2) if terms.coherent is None else terms.coherent.square()
-    rounded2 = terms.growth.square() * size2
-    if terms.partial_sums:  # independent parts are as large as their terms' squares say, parts in one direction as the row
-        rounded2 = 2 * rounded2 + terms.squares
     tiny = 1e-290 if value.dtype is torch.float64 else 1e-37
-    # Three worst roundings instead of two where parts are rounded as well.
-    scale = absolute2.sqrt() * (1.5 if terms.partial_sums else 1.0) + coherent2.sqrt()
+    rounded2 = terms.growth.square() * size2
+    rounded_along2 = terms.growth.square() * value.square().square().sum(-1) / size2.clamp_min(tiny)
+    if terms.parts is not None:  # independent parts are as large as their terms' squares say, parts in one direction as the row
+        rounded2, rounded_along2 = 2 * rounded2 + terms.parts, 2 * rounded_along2 + terms.parts / dim
+    # Each term, each part and the result rounded at their worst: 2 u each.
+    roundings = terms.roundings + 1 + (terms.parts is not None)
+    scale = absolute2.sqrt() * (roundings / 2) + coherent2.sqrt()
     spread2 = terms.squares + coherent2 + rounded2
-    few = terms.squares / absolute2.clamp_min(tiny)
-    directed2 = terms.squares * (few + terms.mean.square().sum(-1)).clamp(max=1) + coherent2
-    allowed = (DIRECTED**2 * directed2 + isotropic(dim) ** 2 * (spread2 - directed2)).sqrt()
-    # Of n terms in dim directions, 1/dim + 1/n of the squares lies along their sum; all of it where they share that direction.
-    # n is what absolute sum and squares say. A rounded entry counts as its square: 3/dim of them for normal entries.
+    directed2 = (terms.concentrated + terms.squares * terms.mean.square().sum(-1)).minimum(terms.squares) + coherent2
+    allowed = (deviations**2 * directed2 + isotropic(dim, deviations) ** 2 * (spread2 - directed2)).sqrt()
+    # Of terms in dim directions 1/dim lies along their sum, and what large ones contribute to it; all of it where they share that direction.
     shared2 = (value * terms.mean).sum(-1).square() / size2.clamp_min(tiny)
-    aligned = (1 / dim + few + shared2).clamp(max=1)
-    along = (terms.squares * aligned + coherent2 + rounded2 * min(3 / dim, 1)).sqrt()
+    aligned2 = (terms.concentrated + terms.squares * (1 / dim + shared2)).minimum(terms.squares)
+    along = (aligned2 + coherent2 + rounded_along2).sqrt()
     floor = dim**0.5 * rounding.smallest * (1 if rounding.flush else num_terms)
     flush = torch.full_like(size2, floor) if terms.flushed is None else torch.linalg.vector_norm(terms.flushed, dim=-1) + floor
     # fp32's errors of scores that are alike are alike.
@@ -173,7 +194,7 @@ def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int) ->
     if terms.evenness is not None:
         shared = shared + 2 * rounding.unit * terms.evenness * size2.sqrt()
     if terms.common is not None:  # only along what all terms share does it add up over the rows
-        shared = shared + GAIN * rounding.unit * (terms.common * shared2).sqrt()
+        shared = shared + deviations * rounding.unit * (terms.common * shared2).sqrt()
     return Bound(scale, spread2.sqrt(), allowed, along, terms.squares, flush, shared)
 
 
@@ -190,6 +211,6 @@ def row_limit(bound: Bound, unit: float) -> Tensor:
     return unit * torch.minimum(SCALE * bound.scale, bound.allowed) + bound.flush
 
 
-def along_limit(bound: Bound, unit: float) -> Tensor:
+def along_limit(bound: Bound, unit: float, deviations: float) -> Tensor:
     """How large the part of a row's error along the row itself may be: its gain, times its norm."""
-    return GAIN * unit * bound.along + bound.shared
+    return deviations * unit * bound.along + bound.shared

@@ -8,7 +8,7 @@ from torch import Tensor
 from pytest_longca.arithmetic import Arithmetic
 from pytest_longca.case import Case
 from pytest_longca.inputs import Inputs
-from pytest_longca.limits import Rounding, fp32_steps, shared_direction
+from pytest_longca.limits import Rounding, deviations, fp32_steps, shared_direction
 from pytest_longca.sweep import Piece, RowTile, Visibility, sweep
 
 
@@ -31,6 +31,8 @@ class Operands:
         self.k, self.v = (self._keys(arithmetic.native(x)) for x in (inputs.k, inputs.v))
         self.k_norm2, self.v_norm2 = (_norm2(x, arithmetic.work) for x in (self.k, self.v))
         self.q_norm2, self.do_norm2 = (_norm2(x, arithmetic.work) for x in (self.q, self.do))
+        self.query_deviations = deviations(case.batch * case.heads_q * case.seqlen_q)
+        self.key_deviations = deviations(case.batch * case.heads_kv * case.seqlen_kv)
         self.visibility = Visibility(case, self.device)
         # Bounds on a row's scores and on its dP, times the steps of their sums: what fp32 arithmetic has to carry.
         self.logit = (self.q_norm2 * self._largest(self.k_norm2)).sqrt() * (self.scale * fp32_steps(case.head_dim))

@@ -87,10 +87,10 @@ def sloppy(case: Case, inputs: Inputs) -> Result:
 
 @pytest.mark.parametrize("values", [Values.NORMAL, Values.BIASED, Values.PEAKED])
 def test_scores_and_softmax_in_bf16_are_too_coarse(values: Values) -> None:
-    case = Case(mask=Causal(150, 150), heads_q=4, heads_kv=2, head_dim=64, dtype="bf16", values=values)
+    case = Case(mask=Causal(600, 600), heads_q=4, heads_kv=4, head_dim=64, dtype="bf16", values=values)
     inputs = make_inputs(case)
     verdicts = judge(case, inputs, compute(case, inputs), sloppy(case, inputs))
-    assert {"dk"} < {verdict.tensor for verdict in verdicts if not verdict.ok}
+    assert "dv" in {verdict.tensor for verdict in verdicts if not verdict.ok}
 
 
 class Bench:
@@ -127,7 +127,7 @@ def names_of_wrong(verdicts: dict[str, Verdict]) -> list[str]:
 
 
 def test_a_key_whose_dk_is_one_percent_too_large_is_seen(bench: Bench) -> None:
-    keys = [0, 40, 77, 150, 222, 280, 295]
+    keys = [10, 40, 77, 150, 222, 280, 295]
     seen = [not bench.spoiled(dk=in_place(lambda x, key=key: x[0, key, 1].mul_(1.01)))["dk"].ok for key in keys]
     assert all(seen)
 

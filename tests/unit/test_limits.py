@@ -1,0 +1,83 @@
+"""The limits: an honest fused kernel's errors are as large as the limits say and no larger, and a 1 % error in one key is beyond them."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from pytest_longca.case import Case, Values
+from pytest_longca.inputs import make_inputs
+from pytest_longca.judge import judge
+from pytest_longca.limits import RMS, concentrated, deviations, rounding_of
+from pytest_longca.mask import Mask
+from pytest_longca.masks.document import FullDocument
+from pytest_longca.masks.regular import Causal, CausalSlidingWindow, Full
+from pytest_longca.masks.window import GlobalSlidingWindow
+from pytest_longca.reference import Reference, compute
+from tests.unit.fused import fused
+
+FORMS = pytest.mark.parametrize("round_p", [False, True], ids=["P kept", "P rounded"])
+SHAPES = [
+    (Full(640, 640), {"heads_q": 4, "heads_kv": 1, "head_dim": 128, "dtype": "bf16"}),
+    (GlobalSlidingWindow(640, 640, 77, 130), {"heads_q": 4, "heads_kv": 2, "head_dim": 64, "dtype": "bf16"}),
+    (FullDocument((300, 0, 1, 130, 209)), {"heads_q": 2, "heads_kv": 2, "head_dim": 72, "dtype": "fp16"}),
+]
+
+
+def gains(reference: Reference, name: str, value: Tensor, unit: float) -> Tensor:
+    """Each row's error along itself, in units of u times what the limits hold for its spread."""
+    truth, bound = getattr(reference, name), reference.bounds[name]
+    along = ((value.double() - truth) * truth).sum(-1) / torch.linalg.vector_norm(truth, dim=-1).clamp_min(1e-300)
+    return (along / (unit * bound.along)).flatten().nan_to_num(0.0)
+
+
+@FORMS
+@pytest.mark.parametrize(("mask", "sizes"), SHAPES, ids=lambda value: value.name if isinstance(value, Mask) else "")
+def test_errors_along_rows_have_the_spread_and_the_tail_that_the_limits_hold(mask: Mask, sizes: dict, round_p: bool) -> None:
+    case = Case(mask=mask, **sizes)
+    inputs = make_inputs(case)
+    reference, result = compute(case, inputs), fused(case, inputs, round_p)
+    for name in ("out", "dq", "dk", "dv"):
+        gain = gains(reference, name, getattr(result, name), rounding_of(case).unit)
+        roundings = math.sqrt(0.5) if name in ("dq", "dk") and not round_p else 1.0
+        assert 0.75 * roundings * RMS < float(gain.square().mean().sqrt()) < 1.15 * RMS
+        assert float(gain.abs().max()) < 0.85 * deviations(gain.numel())  # RMS u, not u, is the standard deviation
+
+
+@FORMS
+@pytest.mark.parametrize("values", list(Values))
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_honest_fused_kernels_pass_on_all_values(dtype: str, values: Values, round_p: bool) -> None:
+    for mask, head_dim in ((Causal(300, 300), 128), (Full(150, 190), 16), (CausalSlidingWindow(260, 260, 9), 64)):
+        case = Case(mask=mask, heads_q=4, heads_kv=2, head_dim=head_dim, dtype=dtype, values=values, seed=1)
+        inputs = make_inputs(case)
+        verdicts = judge(case, inputs, compute(case, inputs), fused(case, inputs, round_p))
+        assert all(verdict.ok for verdict in verdicts), [verdict.message for verdict in verdicts]
+
+
+@FORMS
+def test_one_percent_in_one_key_is_beyond_the_limits_of_either_form(round_p: bool) -> None:
+    case = Case(mask=Causal(1000, 1000), heads_q=4, heads_kv=1, head_dim=128, dtype="bf16")
+    inputs = make_inputs(case)
+    reference, result = compute(case, inputs), fused(case, inputs, round_p)
+    for key in range(5, 1000, 97):
+        dk = result.dk.clone()
+        dk[0, key] = (dk[0, key].float() * 1.01).bfloat16()
+        (verdict,) = (v for v in judge(case, inputs, reference, dataclasses.replace(result, dk=dk)) if v.tensor == "dk")
+        assert not verdict.ok and verdict.place is not None and verdict.place.row == key
+
+
+def test_the_largest_of_many_rows_may_deviate_more() -> None:
+    errors = RMS * torch.randn(200, 10_000, generator=torch.Generator().manual_seed(0)).abs().amax(1)
+    assert 3.0 < float(errors.median()) and float(errors.max()) < deviations(10_000)
+    assert deviations(1000) < deviations(10**6) < deviations(10**9) < 7
+
+
+def test_an_error_of_a_term_that_is_the_sum_lies_along_it() -> None:
+    terms = torch.tensor([[3.0, 0.0], [1.0, 1.0]], dtype=torch.float64).square()
+    squares = terms.sum(-1)
+    assert concentrated(terms.square().sum(-1), squares, squares).tolist() == [9.0, 1.0]
+    tiny = torch.tensor(1e-20)
+    assert concentrated(tiny * 0, tiny, tiny) == tiny  # fourth powers underflow: all of it
