@@ -8,6 +8,7 @@ Layout: BSHD transposed to BHSD without a copy, or THD. Dtypes: bf16, fp16. Head
 Directions: forward and backward. lse: yes. Architectures: sm80 and later. Determinism: only under torch.use_deterministic_algorithms.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from pytest_longca.kernels.fa2 import minus_infinity
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
 from pytest_longca.packing import Packing, aligned, copied, packing_of, regular_form
+from pytest_longca.snippets import MINUS_INFINITY, documents, operands
 
 FRONTEND = Requirement(distribution="nvidia-cudnn-frontend", at_least="1.32", how="pip install 'pytest-longca[cudnn]'")
 
@@ -75,6 +77,24 @@ class Cudnn(Kernel):
         facts |= {"copies": copied({"q": inputs.q, "k": inputs.k, "v": inputs.v}, packing)}
         types = (*REFUSALS, "cudnn:cudnnGraphNotSupportedError")
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts, types)
+
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
+        packing = packing_of(case, "cpu", always_packed=needs_packing(case))
+        given = {name: x for name, x in operator_arguments(packing).items() if not isinstance(x, Tensor)}
+        arguments = [f"{name}={x}" for name, x in given.items()]
+        arguments += ["cu_seqlens_q=CU_SEQLENS_Q", "cu_seqlens_kv=CU_SEQLENS_KV"] if packing.is_packed else []
+        back = "lse[..., 0].T.unflatten(1, (BATCH, -1)).transpose(0, 1)" if packing.is_packed else "lse[..., 0]"
+        out = "out.unflatten(0, (BATCH, -1))" if packing.is_packed else "out.transpose(1, 2)"
+        return f"""\
+import cudnn.sdpa.fwd.torch_op  # registers the operators
+
+{documents(packing)}
+def attention(q, k, v):
+    q, k, v = {operands(packing)[1:] if packing.is_packed else "(aligned(x).transpose(1, 2) for x in (q, k, v))"}
+    out, lse = torch.ops.cudnn.sdpa_fwd(q, k, v, SCALE, return_lse=True, {", ".join(arguments)})
+    lse = {back}
+    return {out}, {MINUS_INFINITY}
+"""
 
 
 def needs_packing(case: Case) -> bool:

@@ -9,6 +9,7 @@ Architectures: sm90 and sm100. Determinism: forward; not the gradients.
 
 import contextlib
 import sys
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from pytest_longca.mask import Form
 from pytest_longca.packing import aligned, copied
 
 LARGE_HEAD_DIMS = ((192, 128), (256, 256))
+MAX_SPELLED = 1024
+"""The most queries whose endpoints a standalone file spells out."""
 DSL = Requirement(distribution="nvidia-cutlass-dsl", at_least="4.6", how="pip install 'nvidia-cutlass-dsl[cu13]'")
 
 
@@ -62,6 +65,23 @@ class CudnnFlex(Kernel):
         facts = {"source": f"cudnn.flex_attention {self.version()}", "mask_form": "row intervals"}
         facts |= {"copies": copied({"q": inputs.q, "k": inputs.k, "v": inputs.v})}
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts)
+
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> str | None:
+        if case.batch * case.seqlen_q > MAX_SPELLED:
+            return None
+        rows = endpoint_rows(row_intervals_of(case, torch.device("cpu")), case.batch)
+        return f"""\
+from cudnn.flex_attention.api import create_mask_plan, flex_attn_func
+
+# [heads or 1, functions, batch * seqlen_q]: row r sees [0, F0) | [F1, F2) | [F3, F4)
+ROWS = torch.tensor({rows.tolist()}, dtype=torch.int32, device=DEVICE)
+
+
+def attention(q, k, v):
+    q, k, v = (aligned(x) for x in (q, k, v))
+    plan = create_mask_plan(ROWS, q.detach(), k.detach(), v.detach(), build_backward=BACKWARD)
+    return flex_attn_func(q, k, v, mask_plan=plan, softmax_scale=SCALE, return_lse=True)
+"""
 
 
 def make_plan(case: Case, inputs: Inputs) -> object:

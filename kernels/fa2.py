@@ -11,7 +11,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from pytest_longca.kernel import Capabilities, Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
 from pytest_longca.packing import Packing, aligned, band_of, copied, packing_of, regular_form
+from pytest_longca.snippets import documents, flash_attention_call, operands, results
 
 EXTENSION = "flash_attn_2_cuda"
 INSTANCE = b"run_mha_fwd_IN7cutlass10bfloat16_tELi%dE"
@@ -83,6 +84,23 @@ class Fa2(Kernel):
         if packing.has_empty_rows:
             facts["empty_rows"] = "lse +inf turned into -inf"
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts)
+
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
+        if is_package():
+            return flash_attention_call(case, "flash_attn", "return_attn_probs=True", -1)
+        packing = packing_of(case, "cpu")
+        left, right = packing.band.sides(None)
+        cu_seqlens = "CU_SEQLENS_Q, CU_SEQLENS_KV" if packing.is_packed else "None, None"
+        longest = f"{packing.max_seqlen_q}, {packing.max_seqlen_kv}"
+        return f"""\
+{documents(packing)}
+def attention(q, k, v):
+    out, lse = torch.ops.aten._flash_attention_forward(
+        {operands(packing)}, {cu_seqlens}, {longest}, 0.0, {packing.band.is_causal}, False,
+        scale=SCALE, window_size_left={left}, window_size_right={right},
+    )[:2]
+{results(packing)}
+"""
 
 
 def is_package() -> bool:

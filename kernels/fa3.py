@@ -23,6 +23,7 @@ from pytest_longca.kernels.fa2 import minus_infinity
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
 from pytest_longca.packing import Packing, aligned, copied, packing_of
+from pytest_longca.snippets import flash_attention_call
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 
@@ -70,6 +71,9 @@ class Fa3(Kernel):
         facts = {"source": f"flash_attn_interface {self.version()}", "mask_form": packing.form}
         facts |= {"copies": copied({"q": inputs.q, "k": inputs.k, "v": inputs.v}, packing)}
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts)
+
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
+        return flash_attention_call(case, "flash_attn_interface", "return_attn_probs=True", -1)
 
 
 def interface_attention(packing: Packing, scale: float) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ GQA: yes. Directions: forward and backward. lse: yes, differentiable. Architectu
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from pytest_longca.machine import Machine
 from pytest_longca.mask import Form, Mask
 from pytest_longca.masks.block import UniformBlock
 from pytest_longca.packing import Packing, aligned, copied, packing_of
+from pytest_longca.snippets import flash_attention_call
 
 if TYPE_CHECKING:
     from pytest_longca.tiles import TileLists
@@ -85,6 +86,10 @@ class Fa4(Kernel):
         # FA4 checks its arguments with assert.
         types = (*REFUSALS, "builtins:AssertionError")
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts, types)
+
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> str | None:
+        is_regular = Form.VARLEN in case.mask.forms
+        return flash_attention_call(case, "flash_attn.cute", "return_lse=True", None) if is_regular else None
 
 
 def regular_attention(packing: Packing, scale: float) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ and after eight shapes dynamo would run eagerly without a word; that is an error
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,26 @@ class Flex(Kernel):
 
         facts = {"compiled_form": form, "mask_form": "BlockMask of 128"}
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts)
+
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
+        batch, heads = (None if size == 1 else size for size in (case.mask.batch, case.mask.heads))
+        return f"""\
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+
+def visible(b, h, q_idx, kv_idx):
+    return VISIBLE[{"b" if batch else 0}, {"h" if heads else 0}, q_idx, kv_idx]
+
+
+BLOCK_MASK = create_block_mask(visible, {batch}, {heads}, SEQLEN_Q, SEQLEN_KV, device=DEVICE)
+RUN = torch.compile(flex_attention, dynamic=False, fullgraph=True) if DEVICE == "cuda" else flex_attention
+
+
+def attention(q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, extra = RUN(q, k, v, block_mask=BLOCK_MASK, scale=SCALE, enable_gqa={case.group > 1}, return_aux=AuxRequest(lse=True))
+    return out.transpose(1, 2), extra.lse.float()
+"""
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:

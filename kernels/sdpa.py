@@ -10,6 +10,7 @@ Rows that see nothing: out 0 and gradients 0 with the CPU's flash and with math 
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -63,6 +64,26 @@ class Sdpa(Kernel):
         if backend is SDPBackend.FLASH_ATTENTION and inputs.q.device.type == "cpu":
             facts[SUMS_IN_DTYPE] = "gradients, block by block"
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts)
+
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
+        backends = [facts["backend"]] if "backend" in facts else list(self.backends)
+        repeats = case.group > 1 and backends == ["EFFICIENT_ATTENTION"]
+        is_causal = not needs_dense_mask(case) and mask_arguments(case, torch.device("cpu"))[1]
+        repeated = "    k, v = (x.repeat_interleave(HEADS_Q // HEADS_KV, 2) for x in (k, v))\n" if repeats else ""
+        return f"""\
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def attention(q, k, v):
+{repeated}    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel([{", ".join(f"SDPBackend.{name}" for name in backends)}]):
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask={"VISIBLE" if needs_dense_mask(case) else None}, is_causal={is_causal}, scale=SCALE,
+            enable_gqa={case.group > 1 and not repeats},
+        )
+    return out.transpose(1, 2), None
+"""
 
     def _choose(self, case: Case, inputs: Inputs, mask: Tensor | None, is_causal: bool) -> SDPBackend:
         """The first declared backend that torch itself would run for these tensors. Raises DidNotRun if there is none."""

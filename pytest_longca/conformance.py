@@ -12,6 +12,7 @@ import pytest
 from pytest_longca import __version__
 from pytest_longca.checknames import select_checks
 from pytest_longca.collector import PROPERTY
+from pytest_longca.errors import LongcaError
 from pytest_longca.outcome import (
     Crashed,
     KnownWrong,
@@ -115,8 +116,22 @@ def finish(
     replay = f"pytest --longca-kernels={kernel} --longca-case='{case.id}'"
     outcome = known(session, kernel, case, verification.outcome)
     about = {"case": case.id, "shape": shape_of(case), "direction": str(case.direction), "replay": replay}
+    lines = [f"replay: {replay}"]
+    if isinstance(outcome, Wrong | Crashed | TimedOut) and session.options.repro:
+        lines.append(_standalone(session, kernel, case, verification))
     keep(item, record(session, stage, kernel, case.mask.name, outcome, findings, **about))
-    conclude(outcome, _message(kernel, case, verification, replay))
+    conclude(outcome, "\n".join([_message(kernel, case, verification), *lines]))
+
+
+def _standalone(session: "Session", kernel: str, case: "Case", verification: "Verification") -> str:
+    """Write the standalone file of a failure; a line that says where it is, or why there is none."""
+    from pytest_longca.repro import write_repro
+
+    used = session.catalogue.kernel(kernel)
+    try:
+        return f"standalone: {write_repro(session.options.repro, used, case, verification, session.machine, versions(used))}"
+    except LongcaError as error:
+        return f"standalone: {error}"
 
 
 def known(session: "Session", kernel: str, case: "Case", outcome: Outcome) -> Outcome:
@@ -176,8 +191,8 @@ def record(session: "Session", stage: str, kernel: str, mask: str, outcome: Outc
     )
 
 
-def _message(kernel: str, case: "Case", verification: "Verification", replay: str) -> str:
-    """Everything a failure says: what is wrong and where, the case, the mask as a picture, and the line that replays it."""
+def _message(kernel: str, case: "Case", verification: "Verification") -> str:
+    """What a failure says before the way to redo it: what is wrong and where, the case, and the mask as a picture."""
     from pytest_longca.picture import draw
 
     lines = [f"{kernel} is {verification.outcome}" if isinstance(verification.outcome, Wrong) else f"{kernel} {verification.outcome}"]
@@ -186,7 +201,7 @@ def _message(kernel: str, case: "Case", verification: "Verification", replay: st
     lines += [draw(case, verification.findings)]
     if isinstance(verification.outcome, Crashed) and verification.outcome.stderr:
         lines += ["the worker's last words:", verification.outcome.stderr]
-    return "\n".join([*lines, f"replay: {replay}"])
+    return "\n".join(lines)
 
 
 def versions(kernel: "Kernel") -> dict[str, str]:

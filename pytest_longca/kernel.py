@@ -3,7 +3,7 @@
 import contextlib
 import importlib.metadata
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -195,3 +195,12 @@ class Kernel(ABC):
     @abstractmethod
     def bind(self, case: Case, inputs: "Inputs") -> Call:
         """Build mask form, plan and layout for the case; timed apart from the call. Raises DidNotRun if the backend refuses."""
+
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> str | None:
+        """Python text with `attention(q, k, v) -> (out, lse or None)`, BSHD, that makes the case's call without pytest-longca, or None.
+
+        For `--longca-repro`. The text may use `torch`, BATCH, HEADS_Q, HEADS_KV, SEQLEN_Q, SEQLEN_KV, HEAD_DIM, HEAD_DIM_V, SCALE, DEVICE,
+        DTYPE, BACKWARD, VISIBLE (the mask, bool `[batch or 1, heads or 1, seqlen_q, seqlen_kv]`) and `aligned(x)`, a copy where TMA does
+        not take the strides. `facts` are those of the call that failed. Pure, as `supports` is.
+        """
+        return None
