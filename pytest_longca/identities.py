@@ -36,7 +36,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class _Grouped:
-    """Everything in fp64, `[batch, heads_kv, ...]`; queries of a group side by side: `[batch, heads_kv, group * seqlen_q, head_dim]`."""
+    """One key/value head: its queries side by side `[group * seqlen_q, head_dim]`, its keys `[seqlen_kv, head_dim]`."""
 
     q: Tensor
     k: Tensor
@@ -52,18 +52,17 @@ class _Grouped:
 
 
 def check_identities(case: Case, inputs: Inputs, result: Result) -> list[Identity]:
-    """Each identity for all heads. Needs out and all gradients; memory is a few copies of the operands of one batch entry at a time."""
+    """Each identity for all heads. Needs out and all gradients; memory is a few fp32 copies of one key/value head's operands at a time."""
     worst: dict[str, Identity] = {}
     unit = rounding_of(case).unit
     sees = rows_that_see(case, inputs.q.device)
     for batch in range(case.batch):
-        grouped = _group(case, inputs, result, sees, batch)
-        for name, identity in IDENTITIES.items():
-            error, variance = identity(grouped)
-            ratio = _over_limit(error, variance, unit)
-            head = int(ratio.argmax())
-            if name not in worst or float(ratio[head]) > worst[name].error_over_limit:
-                worst[name] = Identity(name, float(ratio[head]), batch, head)
+        for head in range(case.heads_kv):
+            grouped = _group(case, inputs, result, sees, batch, head)
+            for name, identity in IDENTITIES.items():
+                ratio = float(_over_limit(*identity(grouped), unit))
+                if name not in worst or ratio > worst[name].error_over_limit:
+                    worst[name] = Identity(name, ratio, batch, head)
     return list(worst.values())
 
 
@@ -77,16 +76,20 @@ def rows_that_see(case: Case, device: torch.device) -> Tensor:
     return (found.partial | found.full).any(-1)
 
 
-def _group(case: Case, inputs: Inputs, result: Result, sees: Tensor, batch: int) -> _Grouped:
+def _group(case: Case, inputs: Inputs, result: Result, sees: Tensor, batch: int, head: int) -> _Grouped:
+    # Products of two bf16 or fp16 numbers are exact in fp32; their sums are kept in fp64.
+    work = torch.float32 if case.dtype in ("bf16", "fp16") else torch.float64
+    group = slice(head * case.group, (head + 1) * case.group)
+
     def queries(x: Tensor) -> Tensor:
-        return x[batch].double().transpose(0, 1).reshape(case.heads_kv, -1, x.shape[-1])
+        return x[batch, :, group].to(work).transpose(0, 1).flatten(0, 1)
 
     def keys(x: Tensor) -> Tensor:
-        return x[batch].double().transpose(0, 1)
+        return x[batch, :, head].to(work)
 
     given = (result.out, result.dq, result.dk, result.dv)
     assert all(x is not None for x in given), "identities need out and all gradients"
-    seen = sees[batch if sees.shape[0] > 1 else 0].expand(case.heads_q, case.seqlen_q).reshape(case.heads_kv, -1)
+    seen = sees[batch if sees.shape[0] > 1 else 0].expand(case.heads_q, case.seqlen_q)[group].flatten()
     return _Grouped(
         *(queries(inputs.q), keys(inputs.k), keys(inputs.v), queries(inputs.do)),
         *(queries(result.out), queries(result.dq), keys(result.dk), keys(result.dv)),  # type: ignore[arg-type]  # asserted above
@@ -98,7 +101,7 @@ def _group(case: Case, inputs: Inputs, result: Result, sees: Tensor, batch: int)
 
 
 def _over_limit(error: Tensor, variance: Tensor, unit: float) -> Tensor:
-    """Error over limit of each head, `[heads_kv, columns]` both: the norm against its mean and spread for independent columns."""
+    """Error over limit, `[columns]` both: the norm against its mean and spread for independent columns."""
     total = variance.sum(-1)
     # The norm's relative spread is 1 / (2 n) ** 0.5, n the number of columns that count.
     columns = total.square() / variance.square().sum(-1).clamp_min(1e-300)
@@ -108,38 +111,42 @@ def _over_limit(error: Tensor, variance: Tensor, unit: float) -> Tensor:
     return ratio
 
 
+def _sum(x: Tensor, dim: int | None = None) -> Tensor:
+    """A sum kept in fp64."""
+    return x.sum(dtype=torch.float64) if dim is None else x.sum(dim, dtype=torch.float64)
+
+
 def _sum_of_dv(x: _Grouped) -> tuple[Tensor, Tensor]:
     """Sum of dv = sum of do. For independent do, the squares of dv are those of the terms P do whose P was rounded."""
-    error = x.dv.sum(1) - (x.do * x.sees[..., None]).sum(1)
-    return error, x.roundings * x.dv.square().sum(1)
+    error = _sum(x.dv, 0) - _sum(x.do * x.sees[..., None], 0)
+    return error, x.roundings * _sum(x.dv.square(), 0)
 
 
 def _sum_of_dk(x: _Grouped) -> tuple[Tensor, Tensor]:
     """Sum of dk = 0. Besides dS and dk, out was rounded: its error in D reaches the sum by every key."""
     delta2 = (x.do * x.out).square().sum(-1, keepdim=True)
-    return x.dk.sum(1), (x.roundings - 1 + DS_ROUNDINGS) * x.dk.square().sum(1) + (delta2 * (x.q * x.scale).square()).sum(1)
+    return _sum(x.dk, 0), (x.roundings - 1 + DS_ROUNDINGS) * _sum(x.dk.square(), 0) + _sum(delta2 * (x.q * x.scale).square(), 0)
 
 
 def _out_and_dv(x: _Grouped) -> tuple[Tensor, Tensor]:
     """<do, out> = <v, dv>. P is rounded in both."""
-    error = (x.do * x.out).sum((1, 2)) - (x.v * x.dv).sum((1, 2))
-    terms = 2 * _terms(x.dv, x.v)
-    return error[:, None], ((x.do * x.out).square().sum((1, 2)) + (x.roundings - 1) * (x.v * x.dv).square().sum((1, 2)) + terms)[:, None]
+    of_out, of_dv = x.do * x.out, x.v * x.dv
+    variance = _sum(of_out.square()) + (x.roundings - 1) * _sum(of_dv.square()) + 2 * _terms(x.dv, x.v)
+    return (_sum(of_out) - _sum(of_dv))[None], variance[None]
 
 
 def _dq_and_dk(x: _Grouped) -> tuple[Tensor, Tensor]:
     """<q, dq> = <k, dk>. dS is rounded in both."""
-    error = (x.q * x.dq).sum((1, 2)) - (x.k * x.dk).sum((1, 2))
-    terms = 2 * DS_ROUNDINGS * _terms(x.dk, x.k)
-    return error[:, None], ((x.q * x.dq).square().sum((1, 2)) + (x.roundings - 2 + DS_ROUNDINGS) * (x.k * x.dk).square().sum((1, 2)) + terms)[:, None]
+    of_dq, of_dk = x.q * x.dq, x.k * x.dk
+    variance = _sum(of_dq.square()) + (x.roundings - 2 + DS_ROUNDINGS) * _sum(of_dk.square()) + 2 * DS_ROUNDINGS * _terms(x.dk, x.k)
+    return (_sum(of_dq) - _sum(of_dk))[None], variance[None]
 
 
 def _terms(sums: Tensor, other: Tensor) -> Tensor:
     """Squares of the terms of <sums, other> before summation: independent directions, and the direction that `other`'s rows share."""
-    rms2 = other.square().sum(-1).mean(1).clamp_min(1e-300)
-    shared = other.mean(1).square().sum(-1) / rms2
-    squares = (sums.square().sum(-1) * other.square().sum(-1)).sum(1)
-    return squares * (1 / other.shape[-1] + shared).clamp(max=1)
+    other2 = other.square().sum(-1)
+    shared = other.mean(0).square().sum() / other2.mean().clamp_min(1e-30)
+    return _sum(sums.square().sum(-1) * other2) * (1 / other.shape[-1] + shared).clamp(max=1)
 
 
 IDENTITIES: dict[str, Callable[[_Grouped], tuple[Tensor, Tensor]]] = {

@@ -137,9 +137,9 @@ class Terms:
     """The sums over a row's terms that a bound is made of, `[..., rows]` (`absolute`, `flushed`: `[..., rows, head_dim]`, entry by entry).
 
     `squares` is of the independent errors, in units of u; `concentrated` is what of it lies along the row because single terms are a large
-    part of it; `mean` `[..., 1, head_dim]` is the direction that the terms share, as a part of their rms norm.
-    `roundings` is how often each term is rounded. `coherent` is the norm of an error that all terms share; `growth` is how much fp32 arithmetic adds to a rounding (1 if nothing);
-    `common` are those of `squares` that belong to errors which other rows share; `evenness` in 0 to 1 says that P's roundings
+    part of it; `mean` `[..., 1, head_dim]` is the direction that the terms share, as a part of their rms norm; `roundings` is how often
+    each term is rounded. `coherent` is the norm of an error that all terms share; `growth` is how much fp32 arithmetic adds to a
+    rounding (1 if nothing); `common` are those of `squares` that belong to errors which other rows share; `evenness` in 0 to 1 says that P's roundings
     do not average out; `parts` are the squares of what is rounded before the last sum, each query head's share of a group.
     """
 
@@ -159,8 +159,8 @@ class Terms:
 def concentrated(products: Tensor, squares: Tensor, errors: Tensor) -> Tensor:
     """The part of the squared errors that lies along a sum of independent terms, on top of 1/dim of all.
 
-    The sum r of terms t_j has |t_j|^2 / |r| along t_j because of t_j itself, and |r|^2 is close to the sum of their `squares`; so of errors e_j
-    along t_j, e_j^2 |t_j|^2 / |r|^2 is along r: `products` are the sums of e_j^2 |t_j|^2. All of it where such products underflow.
+    The sum r of terms t_j has |t_j|^2 / |r| along t_j because of t_j itself, and |r|^2 is close to the sum of their `squares`; so of errors
+    e_j along t_j, e_j^2 |t_j|^2 / |r|^2 is along r: `products` are the sums of e_j^2 |t_j|^2. All of it where such products underflow.
     """
     smallest = 1e-140 if squares.dtype is torch.float64 else 1e-14
     return torch.where(squares > smallest, products / squares.clamp_min(smallest), errors).minimum(errors)
@@ -183,7 +183,7 @@ def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int, de
     spread2 = terms.squares + coherent2 + rounded2
     directed2 = (terms.concentrated + terms.squares * terms.mean.square().sum(-1)).minimum(terms.squares) + coherent2
     allowed = (deviations**2 * directed2 + isotropic(dim, deviations) ** 2 * (spread2 - directed2)).sqrt()
-    # Of terms in dim directions 1/dim lies along their sum, and what large ones contribute to it; all of it where they share that direction.
+    # Of terms in dim directions 1/dim lies along their sum, and what large ones add to it; all where they share that direction.
     shared2 = (value * terms.mean).sum(-1).square() / size2.clamp_min(tiny)
     aligned2 = (terms.concentrated + terms.squares * (1 / dim + shared2)).minimum(terms.squares)
     along = (aligned2 + coherent2 + rounded_along2).sqrt()

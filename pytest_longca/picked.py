@@ -1,4 +1,4 @@
-"""Picked: some of a mask's queries or keys as a mask: the reference of a few rows or columns is that of a smaller case."""
+"""Picked: some of a mask's queries, keys or heads as a mask: the reference of a few rows or columns is that of a smaller case."""
 
 from dataclasses import dataclass
 
@@ -75,3 +75,32 @@ class PickedKeys(_Picked):
         empty = runs[..., :1, 1] <= runs[..., :1, 0]
         runs = torch.where(empty[..., None], runs.flip(-2), runs)
         return runs.masked_fill((runs[..., 1] <= runs[..., 0])[..., None], 0)
+
+
+@dataclass(eq=False)
+class PickedHeads(_Picked):
+    """Some query heads, in a row, of a mask whose heads differ."""
+
+    mask: Mask
+    first: int
+    count: int
+
+    @property
+    def heads(self) -> int:
+        return self.count
+
+    @property
+    def seqlen_q(self) -> int:
+        return self.mask.seqlen_q
+
+    @property
+    def seqlen_kv(self) -> int:
+        return self.mask.seqlen_kv
+
+    def predicate(self, device: Device = "cpu") -> MaskMod:
+        mod, first = self.mask.predicate(device), self.first
+        return lambda b, h, q_idx, kv_idx: mod(b, h + first, q_idx, kv_idx)
+
+    def row_intervals(self, device: Device = "cpu") -> Tensor | None:
+        rows = self.mask.row_intervals(device)
+        return None if rows is None else rows[:, self.first : self.first + self.count]

@@ -4,7 +4,7 @@ The scores of one row tile exist at a time, so memory is O(seqlen). Where nothin
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -115,15 +115,15 @@ class _Cache:
     than a small reference)."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[Case, str], Reference] = OrderedDict()
+        self._kept: OrderedDict[Hashable, Reference] = OrderedDict()
         self._bytes = 0
 
-    def pop(self, key: tuple[Case, str]) -> Reference | None:
+    def pop(self, key: Hashable) -> Reference | None:
         reference = self._kept.pop(key, None)
         self._bytes -= reference.num_bytes if reference else 0
         return reference
 
-    def put(self, key: tuple[Case, str], reference: Reference) -> None:
+    def put(self, key: Hashable, reference: Reference) -> None:
         self._kept[key] = reference
         self._bytes += reference.num_bytes
         while self._bytes > CACHED_BYTES and len(self._kept) > 1:
@@ -139,8 +139,12 @@ _cache = _Cache()
 
 def cached_reference(case: Case, inputs: Inputs, device: torch.device | str = "cpu") -> Reference:
     """The reference of a case on its own inputs (those of its seed), computed once for all kernels; old ones are freed."""
-    key = (case, str(device))
-    reference = _cache.pop(key) or compute(case, inputs)
+    return kept((case, str(device)), lambda: compute(case, inputs))
+
+
+def kept(key: Hashable, make: Callable[[], Reference]) -> Reference:
+    """The reference that is known under a key, made at the first time."""
+    reference = _cache.pop(key) or make()
     _cache.put(key, reference)
     return reference
 

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from pytest_longca.backward import Backward
-from pytest_longca.case import Case
+from pytest_longca.case import Case, Direction
 from pytest_longca.forward import Forward
 from pytest_longca.inputs import Inputs
 from pytest_longca.judge import Result, Verdict, judge
-from pytest_longca.limits import rounding_of
+from pytest_longca.limits import Bound, rounding_of
 from pytest_longca.operands import Operands
-from pytest_longca.picked import PickedKeys, PickedQueries
-from pytest_longca.reference import Reference, choose_arithmetic, compute
+from pytest_longca.picked import PickedHeads, PickedKeys, PickedQueries
+from pytest_longca.reference import Reference, choose_arithmetic, compute, kept
 
 TILE = 128
-BUDGET_PAIRS = 2**40
-"""Visible pairs that are worth a full reference: causal 128K tokens of 64 heads are 2^39."""
+BUDGET_PAIRS = 5 * 2**38
+"""Visible pairs that are worth a full reference: causal 128K tokens of 64 heads are 2^39, and of 512K tokens 8 heads are 2^40."""
 MASK_EDGES = 32
 """How many of the places where a mask's rows change (documents, windows, prefixes) are sampled, with their neighbours."""
 WIDE_OFFSETS = (2**31, 2**32)
@@ -45,8 +45,7 @@ def choose(case: Case, budget: float = BUDGET_PAIRS) -> Choice:
     none = torch.zeros(0, dtype=torch.int64)
     if case.area <= budget:
         return Choice(True, (), none, none)
-    is_shared = case.mask.heads == 1 and case.mask.batch == 1
-    heads = (0,) if is_shared and case.area / (case.batch * case.heads_kv) <= budget else ()
+    heads = (0,) if case.area / case.heads_kv <= budget else ()
     generator = torch.Generator().manual_seed(case.seed)
     queries = _positions(case.seqlen_q, case.heads_q * max(case.head_dim, case.head_dim_v), _query_edges(case), generator)
     keys = _positions(case.seqlen_kv, case.heads_kv * max(case.head_dim, case.head_dim_v), _key_edges(case), generator)
@@ -110,7 +109,8 @@ def judge_queries(case: Case, inputs: Inputs, result: Result, queries: Tensor) -
         None if result.dq is None else result.dq[:, at],
         sums_in_dtype=result.sums_in_dtype,
     )
-    return judge(part, some, compute(part, some), rows, numbering=queries)
+    reference = kept((case, str(at.device), "queries"), lambda: compute(part, some))
+    return judge(part, some, reference, rows, numbering=queries)
 
 
 def judge_keys(case: Case, inputs: Inputs, result: Result, keys: Tensor) -> list[Verdict]:
@@ -128,13 +128,36 @@ def row_statistics(case: Case, inputs: Inputs, result: Result) -> tuple[Tensor, 
     """Out and lse of all rows: the kernel's own, which `judge_queries` judges, or from a forward where it gives no lse."""
     if result.out is not None and result.lse is not None:
         return result.out, result.lse
-    forward = compute(dataclasses.replace(case, direction=type(case.direction).FWD), inputs)
+    part = dataclasses.replace(case, direction=Direction.FWD)
+    forward = kept((part, str(inputs.q.device)), lambda: compute(part, inputs))
     return forward.out, forward.lse
 
 
-@torch.no_grad()
 def reference_of_keys(part: Case, inputs: Inputs, out: Tensor, lse: Tensor) -> Reference:
-    """The reference of dk and dv for keys whose queries' out and lse are known; its dq is of these keys alone, and no truth."""
+    """The reference of dk and dv for keys whose queries' out and lse are known, one key/value head after the other (memory)."""
+    heads = [_reference_of_head(part, inputs, out, lse, head_kv) for head_kv in range(part.heads_kv)]
+
+    def together(tensors: Iterable[Tensor]) -> Tensor:
+        return torch.cat(list(tensors), 2)
+
+    bounds = {name: Bound(*map(together, zip(*(head.bounds[name].tensors() for head in heads), strict=True))) for name in ("dk", "dv")}
+    dk, dv = (together(getattr(head, name) for head in heads) for name in ("dk", "dv"))
+    return Reference(out, lse, dk=dk, dv=dv, bounds=bounds)
+
+
+def _head_of(case: Case, inputs: Inputs, head_kv: int) -> tuple[Case, Inputs, slice]:
+    """A key/value head and its group of query heads as a case, its operands, and the slice of those query heads."""
+    group = slice(head_kv * case.group, (head_kv + 1) * case.group)
+    own = slice(head_kv, head_kv + 1)
+    mask = case.mask if case.mask.heads == 1 else PickedHeads(case.mask, group.start, case.group)
+    part = dataclasses.replace(case, mask=mask, heads_q=case.group, heads_kv=1)
+    return part, Inputs(inputs.q[:, :, group], inputs.k[:, :, own], inputs.v[:, :, own], inputs.do[:, :, group]), group
+
+
+@torch.no_grad()
+def _reference_of_head(case: Case, inputs: Inputs, out: Tensor, lse: Tensor, head_kv: int) -> Reference:
+    part, inputs, group = _head_of(case, inputs, head_kv)
+    out, lse = out[:, :, group], lse[:, group]
     ops = Operands(part, inputs, choose_arithmetic(part, inputs), rounding_of(part))
     forward = Forward(ops)
     shape = forward.highest.shape
@@ -145,20 +168,28 @@ def reference_of_keys(part: Case, inputs: Inputs, out: Tensor, lse: Tensor) -> R
     for tile in ops.tiles():
         backward.visit(tile, None)
     found = backward.finish()
+    del found["dq"]  # of these keys alone: no truth
     tensors = {name: value for name, (value, _) in found.items()}
     return Reference(out, lse, **tensors, bounds={name: bound for name, (_, bound) in found.items()})
 
 
 def judge_head(case: Case, inputs: Inputs, result: Result, head_kv: int) -> list[Verdict]:
-    """Everything of the first batch's key/value head `head_kv` and its query heads. Only for masks that all heads share."""
-    part = dataclasses.replace(case, batch=1, heads_q=case.group, heads_kv=1)
-    group = slice(head_kv * case.group, (head_kv + 1) * case.group)
+    """Everything of a key/value head `head_kv` and its query heads."""
+    part, some, group = _head_of(case, inputs, head_kv)
     own = slice(head_kv, head_kv + 1)
-    some = Inputs(inputs.q[:1, :, group], inputs.k[:1, :, own], inputs.v[:1, :, own], inputs.do[:1, :, group])
-    slices = {"out": (group, 2), "lse": (group, 1), "dq": (group, 2), "dk": (own, 2), "dv": (own, 2)}
-    tensors = {name: getattr(result, name) for name in slices}
-    parts = {
-        name: None if x is None else x[:1].narrow(slices[name][1], slices[name][0].start, slices[name][0].stop - slices[name][0].start)
-        for name, x in tensors.items()
-    }
-    return judge(part, some, compute(part, some), Result(**parts, sums_in_dtype=result.sums_in_dtype))
+    heads = {"out": group, "dq": group, "dk": own, "dv": own}
+    parts = {name: None if (x := getattr(result, name)) is None else x[:, :, at] for name, at in heads.items()}
+    lse = None if result.lse is None else result.lse[:, group]
+    reference = kept((case, str(inputs.q.device), f"head {head_kv}"), lambda: compute(part, some))
+    found = judge(part, some, reference, Result(lse=lse, **parts, sums_in_dtype=result.sums_in_dtype))
+    return [_in_head(verdict, head_kv, case.group) for verdict in found]
+
+
+def _in_head(verdict: Verdict, head_kv: int, group: int) -> Verdict:
+    """A verdict on one key/value head, with the heads' numbers in the whole."""
+    place = verdict.place
+    if place is None or not head_kv:
+        return verdict
+    first = head_kv * (1 if verdict.tensor in ("dk", "dv") else group)
+    moved = dataclasses.replace(place, head=place.head + first, heads=tuple(head + first for head in place.heads))
+    return dataclasses.replace(verdict, place=moved, message=verdict.message.replace(str(place), str(moved)))

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pytest_longca import truth
 from pytest_longca.case import Case
 from pytest_longca.errors import CheckFailed, DidNotRun
 from pytest_longca.inputs import TORCH_DTYPES, Inputs, make_inputs, shapes
-from pytest_longca.judge import Result, Verdict, judge
+from pytest_longca.judge import Result, Verdict
 from pytest_longca.kernel import SUMS_IN_DTYPE, Call, Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.outcome import Crashed, Outcome, OutOfMemory
@@ -106,7 +107,8 @@ class Subject:
 
     def judge(self, result: Result) -> list[Verdict]:
         """The verdicts on a result of this case's own values."""
-        return judge(self.case, self.inputs, self.reference, result)
+        self.facts[truth.VERIFIED] = truth.verified_by(self.case, self.inputs.q.device)
+        return truth.verdicts(self.case, self.inputs, result)
 
     def findings(self, check: str, result: Result, circumstance: str) -> list[Finding]:
         """What the truth says against a result that was had under a circumstance; none if it equals the clean one bit by bit."""

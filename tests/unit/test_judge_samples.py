@@ -6,15 +6,20 @@ import pytest
 import torch
 
 from pytest_longca.case import Case, Values
+from pytest_longca.checks import verify
 from pytest_longca.identities import check_identities
 from pytest_longca.inputs import Inputs, make_inputs
 from pytest_longca.judge import Result
 from pytest_longca.kernels.naive import Naive
+from pytest_longca.machine import CPU
 from pytest_longca.mask import Mask, PredicateMask
+from pytest_longca.masks.block import UniformBlock
 from pytest_longca.masks.document import CausalDocument, SharedQuestion
 from pytest_longca.masks.regular import Causal, Full
+from pytest_longca.outcome import Passed
 from pytest_longca.picked import PickedKeys, PickedQueries
 from pytest_longca.samples import Choice, choose, judge_samples
+from pytest_longca.truth import ALL_ROWS, SAMPLED, VERIFIED, verdicts
 
 CASE = Case(mask=Causal(1024, 1024), heads_q=4, heads_kv=2, head_dim=64, dtype="bf16")
 
@@ -54,7 +59,7 @@ def test_picked_rows_and_keys_see_what_they_saw(mask: Mask) -> None:
 def test_a_short_case_is_judged_in_full_and_a_long_one_by_samples() -> None:
     assert choose(CASE).is_full
     choice = choose(Case(mask=Causal(524288, 524288), heads_q=64, heads_kv=8, head_dim=128))
-    assert not choice.is_full and choice.heads_kv == ()
+    assert not choice.is_full and choice.heads_kv == (0,)
     tiles = (choice.queries // 128).unique()
     assert len(tiles) == 4096 and {0, 524287} <= set(choice.queries.tolist())
     assert 2**31 // (64 * 128) in choice.queries.tolist()
@@ -132,3 +137,35 @@ def test_keys_are_judged_without_a_kernels_lse(honest: tuple[Inputs, Result]) ->
     inputs, right = honest
     without = dataclasses.replace(right, lse=None)
     assert not wrong_names(CASE, inputs, without, choose(CASE, budget=CASE.area / 2))
+
+
+def test_verify_judges_a_long_case_by_samples_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = verify(Naive(), CASE, CPU, ["truth"])
+    assert full.outcome == Passed() and full.facts[VERIFIED] == ALL_ROWS
+    monkeypatch.setattr("pytest_longca.truth.CPU_BUDGET_PAIRS", CASE.area / 2)
+    sampled = verify(Naive(), CASE, CPU, ["truth"])
+    assert sampled.outcome == Passed() and sampled.facts[VERIFIED] == SAMPLED
+    assert set(sampled.worst) == {"out", "lse", "dq", "dk", "dv"}
+
+
+def test_a_broken_identity_is_a_verdict(honest: tuple[Inputs, Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_longca.truth.CPU_BUDGET_PAIRS", 1)
+    inputs, right = honest
+    dv = right.dv.clone()
+    unseen = [key for key in range(600, 728) if key not in set(choose(CASE, 1).keys.tolist())]
+    dv[0, unseen, 1] = 0
+    (verdict,) = (v for v in verdicts(CASE, inputs, dataclasses.replace(right, dv=dv)) if not v.ok)
+    assert verdict.tensor == "dv" and "does not hold in batch 0, key/value head 1" in verdict.message
+
+
+def test_heads_with_masks_of_their_own_are_judged_by_samples() -> None:
+    block_map = torch.rand(4, 8, 8, generator=torch.Generator().manual_seed(1)) < 0.5
+    case = Case(mask=UniformBlock(512, 512, 64, block_map), heads_q=4, heads_kv=2, head_dim=32, dtype="bf16")
+    inputs = make_inputs(case)
+    result = run(case, inputs)
+    choice = dataclasses.replace(choose(case, budget=1), heads_kv=(1,))
+    assert not wrong_names(case, inputs, result, choice)
+    dk = result.dk.clone()
+    dk[0, int(choice.keys[3]), 1] *= 1.5
+    (verdict,) = (v for v in judge_samples(case, inputs, dataclasses.replace(result, dk=dk), choice) if not v.ok)
+    assert verdict.place is not None and (verdict.place.head, verdict.place.row) == (1, int(choice.keys[3]))

@@ -71,7 +71,7 @@ def test_one_percent_in_one_key_is_beyond_the_limits_of_either_form(round_p: boo
 
 def test_the_largest_of_many_rows_may_deviate_more() -> None:
     errors = RMS * torch.randn(200, 10_000, generator=torch.Generator().manual_seed(0)).abs().amax(1)
-    assert 3.0 < float(errors.median()) and float(errors.max()) < deviations(10_000)
+    assert float(errors.median()) > 3.0 and float(errors.max()) < deviations(10_000)
     assert deviations(1000) < deviations(10**6) < deviations(10**9) < 7
 
 

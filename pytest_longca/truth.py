@@ -1,0 +1,52 @@
+"""Truth: what is held against a result: every row of it, or samples of a case that is too long, with the identities that all heads keep."""
+
+import torch
+
+from pytest_longca.case import Case
+from pytest_longca.identities import Identity, check_identities
+from pytest_longca.inputs import Inputs
+from pytest_longca.judge import Result, Verdict, judge
+from pytest_longca.reference import cached_reference
+from pytest_longca.samples import BUDGET_PAIRS, choose, judge_samples
+
+VERIFIED = "verified"
+"""The fact that says how."""
+ALL_ROWS, SAMPLED = "all rows", "sampled rows + identities"
+CPU_BUDGET_PAIRS = 2**31
+"""Visible pairs that are worth a full reference in fp64 on a CPU: some minutes."""
+TENSOR_OF = {"sum of dv = sum of do": "dv", "sum of dk = 0": "dk", "<do, out> = <v, dv>": "dv", "<q, dq> = <k, dk>": "dq"}
+"""The tensor that an identity is counted against."""
+
+
+def verified_by(case: Case, device: torch.device) -> str:
+    """How results of a case are judged on a device."""
+    return ALL_ROWS if choose(case, budget_of(device)).is_full else SAMPLED
+
+
+def budget_of(device: torch.device) -> float:
+    """How many visible pairs are judged in full."""
+    return BUDGET_PAIRS if device.type == "cuda" else CPU_BUDGET_PAIRS
+
+
+def verdicts(case: Case, inputs: Inputs, result: Result) -> list[Verdict]:
+    """The verdict on each tensor of a result of the case's own inputs."""
+    choice = choose(case, budget_of(inputs.q.device))
+    if choice.is_full:
+        return judge(case, inputs, cached_reference(case, inputs, inputs.q.device), result)
+    found = judge_samples(case, inputs, result, choice)
+    if result.out is None or result.dk is None:
+        return found
+    worst = {verdict.tensor: verdict for verdict in found}
+    for identity in check_identities(case, inputs, result):
+        tensor = TENSOR_OF[identity.name]
+        if identity.error_over_limit > worst[tensor].error_over_limit:
+            worst[tensor] = _as_verdict(tensor, identity)
+    return list(worst.values())
+
+
+def _as_verdict(tensor: str, identity: Identity) -> Verdict:
+    message = (
+        f"{identity.name} does not hold in batch {identity.batch}, key/value head {identity.head_kv}: "
+        f"off by {identity.error_over_limit:.3g} times what rounding explains"
+    )
+    return Verdict(tensor, identity.error_over_limit, identity.ok, "" if identity.ok else message)
