@@ -139,8 +139,8 @@ class Terms:
     `squares` is of the independent errors, in units of u; `concentrated` is what of it lies along the row because single terms are a large
     part of it; `mean` `[..., 1, head_dim]` is the direction that the terms share, as a part of their rms norm; `roundings` is how often
     each term is rounded. `coherent` is the norm of an error that all terms share; `growth` is how much fp32 arithmetic adds to a
-    rounding (1 if nothing); `common` are those of `squares` that belong to errors which other rows share; `evenness` in 0 to 1 says that P's roundings
-    do not average out; `parts` are the squares of what is rounded before the last sum, each query head's share of a group.
+    rounding (1 if nothing); `common` are those of `squares` that belong to errors which other rows share; `evenness` in 0 to 1 says that
+    P's roundings do not average out; `parts` are the squares of what is rounded before the last sum, each query head's share of a group.
     """
 
     absolute: Tensor
