@@ -168,12 +168,21 @@ def _shared_rows(session: "Session") -> Iterable[Any]:
     return rows(session)
 
 
+def _fault_rows(session: "Session") -> Iterable[Any]:
+    """(name of a fault,) of --longca-selftest, for the suite."""
+    from pytest_longca.faults import FAULTS
+
+    for fault in FAULTS:
+        yield pytest.param(fault, id=fault)
+
+
 _ROWS: dict[tuple[str, ...], Any] = {
     ("longca_kernel_name", "longca_mask_name"): _cell_rows,
     ("longca_kernel_name", "longca_case_id", "longca_process"): _timed_rows,
     ("longca_kernel_name", "longca_replayed"): _replayed_rows,
     ("longca_kernel_name", "longca_known_failure"): _ledger_rows,
     ("longca_kernel_name", "longca_mask_name", "longca_sharing"): _shared_rows,
+    ("longca_fault",): _fault_rows,
     ("longca_kernel",): _kernel_rows,
     ("longca_mask",): _mask_rows,
     ("longca_case",): _case_rows,

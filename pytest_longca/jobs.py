@@ -153,9 +153,19 @@ def _peaks(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
     return dict(peaks)
 
 
+def _hunt(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
+    """Whether a planted fault is caught on this process's machine."""
+    from pytest_longca.faults import FAULTS
+    from pytest_longca.selftest import hunt
+
+    catch = hunt(FAULTS[request["fault"]], shop.machine)
+    return {"check": catch.check, "text": str(catch)}
+
+
 JOBS: dict[str, Callable[[Workshop, dict[str, Any]], dict[str, Any]]] = {
     "machine": _machine,
     "verify": _verify,
     "time": _time,
     "peaks": _peaks,
+    "hunt": _hunt,
 }

@@ -218,6 +218,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("masks", names, "masks, by name or group (regular, heterogeneous, static, block, all); default: all, or the preset's", "NAMES"),
     Option("case", text, "replay one case: its id, as a failure prints it", "ID"),
     Option("list", text, "print which kernel takes which mask, and why not; run nothing", is_flag=True),
+    Option(
+        "selftest", text, "plant every known fault into a correct kernel and count what the checks catch; run nothing else", is_flag=True
+    ),
     Option("preset", one_of("preset", *PRESETS), f"how much to run: {', '.join(PRESETS)}", "NAME", "default"),
     Option("examples", count, "Hypothesis examples for each kernel and mask", "N"),
     Option("checks", checks, f"checks to run, by name or group ({', '.join(GROUPS)})", "NAMES", "default"),

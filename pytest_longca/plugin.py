@@ -26,6 +26,7 @@ ARGUMENTS = (
     "longca_sharing",
     "longca_replayed",
     "longca_known_failure",
+    "longca_fault",
     "longca_kernel",
     "longca_mask",
     "longca_case",
@@ -57,6 +58,10 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from None
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_collector(config), "longca-collector")
+    if config.stash[OPTIONS_KEY].selftest:
+        from pytest_longca.selftest_session import SelftestSummary
+
+        config.pluginmanager.register(SelftestSummary(), "longca-selftest")
     if typed and not any(str(arg).startswith("--benchmark-") for arg in config.invocation_params.args):
         config.option.benchmark_quiet = True  # our closing part shows the times; its table comes back with any --benchmark option
     if typed and config.args_source is not pytest.Config.ArgsSource.ARGS:
@@ -110,7 +115,11 @@ class SuiteDirectory(pytest.Directory):
 
     def collect(self) -> Iterable[pytest.Collector]:
         options = self.config.stash[OPTIONS_KEY]
-        alone = {"test_case.py": options.case is not None, "test_parallel.py": options.mechanisms is not None}
+        alone = {
+            "test_case.py": options.case is not None,
+            "test_parallel.py": options.mechanisms is not None,
+            "test_selftest.py": options.selftest is not None,
+        }
         for path in sorted(self.path.glob("test_*.py")):
             if alone.get(path.name, not any(alone.values())):
                 yield SuiteModule.from_parent(self, path=path, nodeid=f"longca/{path.name}")

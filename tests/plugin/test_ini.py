@@ -42,7 +42,7 @@ VALUES = {
     "world-sizes": "2",
     "mesh": "1x2x1",
 }
-ACTIONS = {"list"}
+ACTIONS = {"list", "selftest"}
 """What a user does once: a twin in the ini file would leave a project without its tests."""
 
 
