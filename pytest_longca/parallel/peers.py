@@ -86,27 +86,32 @@ def measure_peer(peer: Peer, world: World, case: Case, effort: Effort) -> Measur
 
 def measure_torch(world: World, case: Case, effort: Effort) -> Measured:
     """Time PyTorch's context_parallel around SDPA's flash backend (full and causal masks)."""
+    from torch.nn import functional
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
 
-    with _torch_context(world, case) as (q, k, v, do), sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+    with torch_context(world, case) as (q, k, v, do), sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return scaled_dot_product_attention(q, k, v, is_causal=case.mask.name == "causal", scale=case.scale, enable_gqa=True)
+            # By its module: context_parallel replaces it there.
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=case.mask.name == "causal", scale=case.scale, enable_gqa=True)
 
         return _measure(world, effort, attend, q, k, v, do)
 
 
 @contextlib.contextmanager
-def _torch_context(world: World, case: Case) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """q, k, v and do as context_parallel shards them: `[1, heads, tokens, head_dim]`."""
+def torch_context(world: World, case: Case) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """q, k, v (leaves) and do as context_parallel shards them: `[1, heads, tokens, head_dim]`.
+
+    It resizes its buffers in place, which tensors that require gradients refuse: the leaves are other tensors over the same memory, and
+    the buffers are not restored.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh = init_device_mesh(world.device.type, (world.size,))
     buffers = [x.detach().transpose(0, 1)[None].contiguous() for x in share_inputs(case, case.seqlen_q, World(0, 1, world.device))]
-    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
-        q, k, v = (x.requires_grad_() for x in buffers[:3])
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)):
+        q, k, v = (x.detach().requires_grad_() for x in buffers[:3])
         yield q, k, v, buffers[3]
 
 

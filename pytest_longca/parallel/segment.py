@@ -192,8 +192,8 @@ def _runs_of_stretch(start: np.ndarray, stop: np.ndarray, offset: int) -> list[R
 def _make_runs(start: np.ndarray, stop: np.ndarray, offset: int) -> list[Run]:
     """One run, or two where FlashAttention-2 would take the window for another.
 
-    A right edge a whole key range away is unlimited to it. And beside a limited left side it takes "unlimited" for the number of keys, which
-    hides keys from the first of more rows than keys: those see all keys and become a run of their own.
+    A right edge a whole key range away is unlimited to it. And beside a limited left side it takes "unlimited" for the number of keys,
+    which hides keys from the first of more rows than keys: those see all keys and become a run of their own.
     """
     rows, k0, k1 = len(start), int(start[0]), int(stop[-1])
     right = int(stop[0]) - 1 - k1 + rows if stop[0] < k1 else None

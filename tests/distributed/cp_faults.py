@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pytest_longca.ids import parse_case
-from pytest_longca.parallel import merge
+from pytest_longca.parallel import merge, peers
 from pytest_longca.parallel.comm import Block, Body, Chain, Ring
 from pytest_longca.parallel.job import judge_bound, judge_case, sharing_from_json
 from pytest_longca.parallel.kernel import NaiveBlock
@@ -80,6 +81,18 @@ def rank_1_hangs(world: World, request: Answer) -> Answer:
 
 def different_options(world: World, request: Answer) -> Answer:
     return {"same": [world.agrees_on("a command line"), not world.agrees_on(f"the command line of rank {world.rank}")], "traffic": {}}
+
+
+def torch_context(world: World, request: Answer) -> Answer:
+    """Whether PyTorch's context_parallel gives this rank leaves of its share and an SDPA of its own, and ends without an error."""
+    case = parse_case(request["case"])
+    plain = functional.scaled_dot_product_attention
+    with peers.torch_context(world, case) as (q, k, v, do):
+        shapes = [list(x.shape) for x in (q, k, v, do)]
+        leaves = [x.is_leaf and x.requires_grad for x in (q, k, v)]
+        is_replaced = functional.scaled_dot_product_attention is not plain
+        torch.autograd.grad((q * do).sum() + k.sum() + v.sum(), (q, k, v))
+    return {"shapes": shapes, "same": [*leaves, not do.requires_grad, is_replaced], "traffic": {}}
 
 
 def ids_travel(world: World, request: Answer) -> Answer:

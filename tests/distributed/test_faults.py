@@ -88,6 +88,12 @@ def test_ranks_with_different_options_are_seen(pools: Pools) -> None:
         assert answer["same"] == [True, True]
 
 
+def test_torchs_context_gives_leaves_of_a_share_and_ends(pools: Pools) -> None:
+    for answer in pools(2).call("cp_faults:torch_context", {"case": a_case(seqlen=16).id}):
+        assert all(answer["same"])
+        assert answer["shapes"] == [[1, heads, 8, 4] for heads in (4, 2, 2, 4)]
+
+
 def test_malformed_mesh_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="2x2x2"):
         Mesh.parse("2x2")
