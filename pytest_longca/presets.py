@@ -22,6 +22,8 @@ class Preset:
     gpu: Sizes
     min_samples: int
     sampling_s: float
+    interpreted_examples: int = 10
+    """Examples of a Triton kernel that the CPU interprets, which takes seconds for one."""
     masks: tuple[str, ...] = ("all",)
     passes: tuple[str, ...] = ("fwd", "bwd")
     block_sizes: tuple[int, ...] = (64, 128)
@@ -47,6 +49,7 @@ PRESETS: dict[str, Preset] = {
         gpu=Sizes(4, ("bf16",), (4 * K,), ((32, 8),), (128,)),
         min_samples=10,
         sampling_s=0.1,
+        interpreted_examples=3,
     ),
     "default": Preset(
         cpu=Sizes(50, ("fp32", "bf16", "fp16"), (512,), ((4, 2),), (64,)),
@@ -59,6 +62,7 @@ PRESETS: dict[str, Preset] = {
         gpu=Sizes(200, ("bf16", "fp16"), (K, 8 * K, 32 * K), BOTH_HEADS, (64, 128)),
         min_samples=50,
         sampling_s=3.0,
+        interpreted_examples=40,
     ),
     "paper-dense": Preset(cpu=_DENSE, gpu=_DENSE, masks=("static",), min_samples=30, sampling_s=1.0),
     "paper-sparse": Preset(

@@ -24,7 +24,7 @@ EXHAUSTIVE_SCORES = 2**20
 SAMPLED_SCORES = 2**16
 """Scores of one call of P2 where that is too much: a quarter of a MiB in fp32, some milliseconds on a CPU core."""
 FEWEST_ROWS = 4
-INTERPRETED_TILES = 48
+INTERPRETED_TILES = 16
 """Tiles of one call of P2 to a kernel in Triton's interpreter, where each takes milliseconds."""
 TILE = 32
 

@@ -79,7 +79,7 @@ def run_examples(item: pytest.Item, session: "Session", kernel: str, mask: str) 
 
     @seed(options.seed)
     @settings(
-        max_examples=options.chosen("examples", session.machine.device),
+        max_examples=session.num_examples(kernel),
         deadline=None,
         database=None,
         phases=PHASES,

@@ -114,6 +114,13 @@ class Session:
         except InvalidArgument as error:
             raise InvalidArgument(f"--longca-case: {error}") from None
 
+    def num_examples(self, kernel: str) -> int:
+        """Hypothesis examples for each of a kernel's masks; few for one that the CPU interprets, unless the option says otherwise."""
+        is_interpreted = self.catalogue.kernel(kernel).is_triton and self.machine.interpret
+        if is_interpreted and self.options.examples is None:
+            return self.options.preset_values.interpreted_examples
+        return int(self.options.chosen("examples", self.machine.device))
+
     @functools.cached_property
     def machine(self) -> Machine:
         """The machine as a worker sees it; this process never initialises CUDA."""

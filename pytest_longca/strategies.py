@@ -37,7 +37,7 @@ SCALES = (0.0, 0.0, 0.37)
 """The usual scale, mostly (0 is head_dim ** -0.5), and one that no kernel has built in."""
 SCORES = 100_000
 """How many scores (batch * heads_q * seqlen_q * seqlen_kv) an example holds: a few milliseconds for naive on one core."""
-INTERPRETED_SCORES = 4_000
+INTERPRETED_SCORES = 2_000
 """The same for a Triton kernel on the CPU, where one 16 x 16 tile takes milliseconds."""
 KERNEL_BLOCKS = (64, 128)
 """Block sizes of the kernels that take only one."""
