@@ -98,7 +98,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--mesh", default="", help="outer x inner x heads, as in 2x2x2 (default: each mechanism's own)")
     parser.add_argument("--layouts", default="", help="default: the mechanism's own, for documents zigzag and balanced")
-    parser.add_argument("--groups", type=int, default=4, help="pipelined head groups of the Ulysses exchange (default: 4)")
+    parser.add_argument("--groups", type=int, default=0, help="pipelined head groups of the Ulysses exchange (default: by its weight)")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--budget", type=float, default=4.0, help="seconds of samples for each figure (default: 4)")

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pytest_longca.case import Case
+from pytest_longca.case import Case, Direction
 from pytest_longca.errors import InvalidArgument
+from pytest_longca.inputs import TORCH_DTYPES
 from pytest_longca.mask import Mask
 from pytest_longca.parallel.attend import ContextParallel
 from pytest_longca.parallel.comm import Chain, Communicator, Gather, Ring
@@ -17,19 +18,23 @@ from pytest_longca.parallel.mechanisms import RANKS_PER_NODE, Heads, Mechanism, 
 from pytest_longca.parallel.plan import Plan
 from pytest_longca.parallel.world import World
 
+PIPELINED_GROUPS = 2
+HEAVY_BYTES_PER_FLOP = 2.5e-5
+"""Between 1.7e-5 (causal, 32K tokens on each of 2 GPUs) and 3.4e-5 (full, 8K): about 4 % of a forward on an H200 with FlashAttention-2."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
     """How a case is shared: mechanism, mesh and layout. None asks for the mechanism's default.
 
-    `groups` is the number of pipelined head groups of the Ulysses exchange; it is lowered to a divisor of a rank's key/value heads.
+    `groups` is the number of pipelined head groups of the Ulysses exchange (0: see `head_groups`).
     """
 
     mechanism: str
     world: int
     mesh: Mesh | None = None
     layout: str | None = None
-    groups: int = 4
+    groups: int = 0
     ranks_per_node: int = RANKS_PER_NODE
 
     @property
@@ -99,7 +104,8 @@ def bind(case: Case, sharing: Sharing, world: World, kernel: BlockKernel, shards
     mesh = shards.mesh
     plan = Plan(shards.intervals, shards.ring, world.rank // mesh.heads, world.device)
     tokens = [len(part) for part in shards.ring[plan.own].tensor_split(mesh.heads)]
-    side = torch.cuda.Stream(world.device) if world.device.type == "cuda" and mesh.heads > 1 else None
+    # Urgent, or its copies would wait until every block of the attention that was launched before them has started.
+    side = torch.cuda.Stream(world.device, priority=-1) if world.device.type == "cuda" and mesh.heads > 1 else None
     exchange = HeadExchange(world.channel(mesh, "heads"), tokens, head_groups(case, mesh, sharing.groups), side)
     return ContextParallel(plan, _communicator(sharing.row, mesh, world, plan), exchange, kernel, case.scale)
 
@@ -111,7 +117,20 @@ def _communicator(row: Mechanism, mesh: Mesh, world: World, plan: Plan) -> Commu
     return Chain(outer, inner)
 
 
-def head_groups(case: Case, mesh: Mesh, wanted: int) -> int:
-    """The largest number of head groups up to `wanted` that divides a rank's key/value heads; 1 without Ulysses."""
+def head_groups(case: Case, mesh: Mesh, wanted: int = 0) -> int:
+    """The largest number of head groups up to `wanted` that divides a rank's key/value heads; 1 without Ulysses.
+
+    0 wants 2 groups where the exchange is heavy beside the computation, else 1: every group ends in a wave that leaves processors idle,
+    which for long sequences costs more than a light exchange that is not hidden.
+    """
+    if mesh.heads == 1:
+        return 1
+    wanted = wanted or (PIPELINED_GROUPS if exchange_bytes(case, mesh) > HEAVY_BYTES_PER_FLOP * case.flop(Direction.FWD) / mesh.size else 1)
     heads = max(case.heads_kv, mesh.heads) // mesh.heads
-    return max(n for n in range(1, wanted + 1) if heads % n == 0) if mesh.heads > 1 else 1
+    return max(n for n in range(1, wanted + 1) if heads % n == 0)
+
+
+def exchange_bytes(case: Case, mesh: Mesh) -> float:
+    """What a rank sends forward in the exchange of heads (backward, as much): q, k and v to their heads, and out back."""
+    widths = case.heads_q * (case.head_dim + case.head_dim_v) + max(case.heads_kv, mesh.heads) * (case.head_dim + case.head_dim_v)
+    return (mesh.heads - 1) / mesh.heads * case.seqlen_q / mesh.size * widths * TORCH_DTYPES[case.dtype].itemsize

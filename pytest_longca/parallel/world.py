@@ -5,6 +5,7 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ class World:
     def _group(self, mesh: Mesh, axis: str) -> dist.ProcessGroup:
         everyone = {mesh.members(rank, axis) for rank in range(self.size)}
         for members in sorted(everyone - self._groups.keys()):
-            self._groups[members] = dist.new_group(list(members))
+            self._groups[members] = dist.new_group(list(members), pg_options=_urgent())
         return self._groups[mesh.members(self.rank, axis)]
 
     def slowest(self, values: list[float]) -> list[float]:
@@ -63,6 +64,11 @@ class World:
         digest = float(zlib.crc32(text.encode()))
         largest, least = self.slowest([digest, -digest])
         return largest == -least
+
+
+def _urgent() -> Any:
+    """NCCL's streams at high priority, or a transfer would wait until all blocks of a running attention have started; None for gloo."""
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if dist.get_backend() == "nccl" else None
 
 
 def session_world() -> World:
