@@ -11,11 +11,13 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+import shlex
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TextIO
 
@@ -29,7 +31,7 @@ from pytest_longca.parallel.bench_options import Settings, parse, settings_of
 from pytest_longca.parallel.job import assemble, compare, run_share, single_device
 from pytest_longca.parallel.kernel import BlockKernel, find_block_kernel
 from pytest_longca.parallel.links import fit, measure_links
-from pytest_longca.parallel.setup import Shards, Sharing, bind, check, shards_of
+from pytest_longca.parallel.setup import Shards, Sharing, bind, check, head_groups, shards_of
 from pytest_longca.parallel.timing import Measured, measure, measure_alone, simulate, slowest_of
 from pytest_longca.parallel.world import World, session_world
 from pytest_longca.report.record import Record
@@ -72,6 +74,7 @@ class Bench:
     settings: Settings
     world: World
     is_simulated: bool
+    command: str
     started: float = field(default_factory=time.monotonic)
     rows: list[Row] = field(default_factory=list)
     alone_rate: dict[tuple[int, str, str, str], float] = field(default_factory=dict)
@@ -254,8 +257,9 @@ class Bench:
 
     def _write(self, record: Record) -> None:
         if self.world.rank == 0 and self.settings.json:
+            dated = replace(record, command=self.command, facts={"date": datetime.now(UTC).date().isoformat(), **record.facts})
             with self.settings.json.open("a") as file:
-                file.write(record.to_line() + "\n")
+                file.write(dated.to_line() + "\n")
 
 
 def _verdict(world: World, case: Case, sharing: Sharing, kernel: BlockKernel) -> Outcome:
@@ -283,7 +287,9 @@ def _alone_verdict(world: World, case: Case, kernel: BlockKernel) -> Outcome:
     verdicts = compare(case, inputs, single_device(world, case, kernel, inputs))["verdicts"]
     worst = max(verdicts, key=lambda verdict: float(verdict["error_over_limit"]))
     (ratio,) = world.slowest([worst["error_over_limit"]])
-    return Passed() if ratio <= 1 else Wrong(f"the kernel alone: {worst['tensor']} is {ratio:.3g} times its limit: {worst['message']}")
+    if ratio <= 1:
+        return Passed()
+    return Wrong(f"the kernel alone: {worst['tensor']} is {ratio:.3g} times its limit: {worst['message']}")
 
 
 def _facts(case: Case, sharing: Sharing, shards: Shards) -> dict[str, Any]:
@@ -293,7 +299,7 @@ def _facts(case: Case, sharing: Sharing, shards: Shards) -> dict[str, Any]:
         "mesh": str(shards.mesh),
         "placement": sharing.row.placement(shards.mesh, sharing.ranks_per_node),
         "layout": sharing.layout_name,
-        "groups": sharing.groups,
+        "groups": head_groups(case, shards.mesh, sharing.groups),
         "imbalance": max(work) * len(work) / max(1, sum(work)),
     }
 
@@ -343,7 +349,8 @@ def main(arguments: Sequence[str] | None = None, output: TextIO = sys.stdout) ->
             print("error: the ranks were started with different options: give every rank the same command line", file=sys.stderr)
         torch.distributed.destroy_process_group()
         return 2
-    bench = Bench(settings, world, is_simulated=options.simulate_world > 0)
+    command = shlex.join(["python", "-m", "pytest_longca.parallel.bench", *(sys.argv[1:] if arguments is None else arguments)])
+    bench = Bench(settings, world, options.simulate_world > 0, command)
     bench.run()
     if world.rank == 0:
         print(bench.table(), file=output, flush=True)

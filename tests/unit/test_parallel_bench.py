@@ -16,8 +16,8 @@ from pytest_longca.catalogue import MASKS, load
 from pytest_longca.parallel.bench import main
 from pytest_longca.parallel.links import Link, fit
 from pytest_longca.parallel.mechanisms import MECHANISMS, Heads, Mesh
-from pytest_longca.parallel.model import Network, check_rows, fitted, paper_rows, predict_ms
-from pytest_longca.parallel.setup import Sharing
+from pytest_longca.parallel.model import Network, check_rows, fitted, paper_rows, predict_ms, rates_alone
+from pytest_longca.parallel.setup import Sharing, head_groups
 from pytest_longca.report.record import Record
 
 SMALL = ("--kernels=naive", "--tokens=16", "--heads=16:2", "--head-dim=8", "--dtype=fp32", "--samples=3", "--budget=0.05", "--warmup=1")
@@ -51,7 +51,9 @@ def test_simulated_world_measures_every_mechanism_and_layout(tmp_path: Path) -> 
     shared = [record for record in found if record.mechanism in MECHANISMS]
     assert len(shared) == 2 * (1 + 4 * 2)
     assert all(record.facts["communication"] == "off" and record.world_size == 8 and record.comm_bytes for record in shared)
-    assert json.loads(path.read_text().splitlines()[0])["schema"] == 1
+    first = json.loads(path.read_text().splitlines()[0])
+    assert first["schema"] == 1 and len(first["facts"]["date"].split("-")) == 3
+    assert first["command"].startswith("python -m pytest_longca.parallel.bench --kernels=naive --tokens=16")
 
 
 def test_mechanism_that_cannot_share_the_heads_says_why_and_the_others_run(tmp_path: Path) -> None:
@@ -132,6 +134,25 @@ def test_model_exposes_one_group_of_the_exchange() -> None:
     sent = 32768 * (2 * 64 + 2 * 8) * 128 * 2 / 2
     assert one == pytest.approx(sent / 1e8)
     assert four == pytest.approx(one / 4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "world", "groups"),
+    [(32768, "full", 2, 1), (32768, "causal", 2, 1), (8192, "full", 2, 2), (8192, "causal", 2, 2), (8192, "full", 64, 1)],
+)
+def test_heavy_exchanges_are_pipelined_and_light_ones_leave_the_attention_whole(tokens: int, mask: str, world: int, groups: int) -> None:
+    case = Case(mask=load(MASKS[mask])(tokens * world, tokens * world), heads_q=64, heads_kv=8, head_dim=128, dtype="bf16")
+    mesh = Mesh(heads=2, inner=world // 2)
+    assert head_groups(case, mesh) == groups
+    assert head_groups(case, mesh, wanted=4) == 4
+
+
+def test_assumed_rate_is_that_of_the_kernel_alone_on_the_longest_sequence() -> None:
+    about = {"stage": "parallel", "kernel": "fa2", "mask": "full", "mechanism": "alone", "direction": "fwd", "outcome": {"kind": "passed"}}
+    found = [Record(**about, samples_ms=[1.0], facts={"tokens": n, "tflop_per_s": rate}) for n, rate in ((32768, 386.0), (8192, 378.0))]
+    assert rates_alone(found, "fa2") == {("full", "fwd"): 386.0}
+    ring = next(row for row in paper_rows(found, Network()) if row.startswith("full fwd ring_p2p"))
+    assert "~386" in ring
 
 
 def test_fit_finds_latency_and_bandwidth() -> None:
