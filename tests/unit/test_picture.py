@@ -25,7 +25,7 @@ def test_a_short_mask_is_drawn_key_by_key_with_what_is_wrong() -> None:
 
 
 def test_a_long_mask_is_drawn_in_tiles() -> None:
-    lines = picture(Causal(640, 640), rows=[0, 639]).splitlines()
+    lines = picture(Causal(640, 640), rows=[0, 639], width=64).splitlines()
     assert "a character is 10 x 10" in lines[0]
     assert lines[1] == "+" + "." * 63 + " <"
     assert lines[2] == "#+" + "." * 62
@@ -33,7 +33,7 @@ def test_a_long_mask_is_drawn_in_tiles() -> None:
 
 
 def test_a_very_long_mask_costs_no_dense_mask() -> None:
-    lines = picture(CausalSlidingWindow(2**19, 2**19, window=2**17)).splitlines()
+    lines = picture(CausalSlidingWindow(2**19, 2**19, window=2**17), width=64).splitlines()
     assert len(lines) == 65 and all(len(line) == 64 for line in lines[1:])
     assert lines[-1] == "." * 47 + "+" + "#" * 15 + "+"
 
@@ -62,3 +62,9 @@ def test_the_head_and_batch_of_the_first_place_are_drawn() -> None:
 @pytest.mark.parametrize("findings", [[], [Finding("truth", "out", "shape")]])
 def test_findings_without_a_place_leave_the_mask_unmarked(findings: list[Finding]) -> None:
     assert draw(Case(mask=Causal(2, 2), head_dim=8), findings).splitlines()[1:] == ["#.", "##"]
+
+
+def test_rows_and_keys_beyond_the_mask_are_left_out() -> None:
+    text = picture(Causal(4, 4), rows=[1, 99], keys=[2, 77])
+    assert text.splitlines()[2] == "##X. <"
+    assert text.count("<") == 1
