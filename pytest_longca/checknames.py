@@ -32,6 +32,7 @@ CHECK_INFO: dict[str, CheckInfo] = {
     ),
     "scale": CheckInfo("thorough", "examples", "logits near -120, below -50000, near +100, keys times 10, peaked, biased"),
     "stress": CheckInfo("thorough", "examples", "twenty calls, each after a busy producer on the same device"),
+    "overflow": CheckInfo("thorough", "examples", "tokens whose offsets pass 2^31 and 2^32 elements, in memory that is not touched"),
     "metamorphic": CheckInfo(
         "thorough", "examples", "documents alone, heads and batch permuted, halves merged, do doubled: what must hold without a reference"
     ),

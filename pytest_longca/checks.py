@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from pytest_longca import hazards, metamorphic, probes, training
+from pytest_longca import hazards, metamorphic, overflow, probes, training
 from pytest_longca.case import Case
 from pytest_longca.checknames import CHECK_INFO, DEFAULT, select_checks
 from pytest_longca.errors import DidNotRun
@@ -48,6 +48,7 @@ CHECKS: dict[str, Check] = {
     "state": Check(hazards.state, lambda subject: not subject.kernel.compiles_per_shape),
     "scale": Check(hazards.scale, _has_tokens),
     "stress": Check(hazards.stress, _has_tokens),
+    "overflow": Check(overflow.overflow, lambda s: s.machine.device == "cuda" and min(s.case.seqlen_q, s.case.seqlen_kv) > 1),
     "metamorphic": Check(metamorphic.metamorphic, _has_tokens),
     "training": Check(training.training, lambda subject: _has_tokens(subject) and subject.case.direction.needs_backward),
     "resources": Check(training.resources, lambda subject: subject.machine.device == "cuda"),

@@ -1,7 +1,7 @@
 """Samples: what is judged of a case that is too long to be judged in full.
 
-Some key/value heads in full; in every head one random query of each 128-row tile (out, lse, dq) and one random key of each key tile
-(dk, dv), and those at edges. A wrong tile is wrong in each of its rows, so one row of it is enough.
+Some key/value heads in full; in every head one random query of each 128-row tile (out, lse, dq) and two random keys of each key tile
+(dk, dv), and those at edges. A wrong tile is wrong in each of its rows, and in nearly all of its keys.
 """
 
 import dataclasses
@@ -47,14 +47,14 @@ def choose(case: Case, budget: float = BUDGET_PAIRS) -> Choice:
         return Choice(True, (), none, none)
     heads = (0,) if case.area / case.heads_kv <= budget else ()
     generator = torch.Generator().manual_seed(case.seed)
-    queries = _positions(case.seqlen_q, case.heads_q * max(case.head_dim, case.head_dim_v), _query_edges(case), generator)
-    keys = _positions(case.seqlen_kv, case.heads_kv * max(case.head_dim, case.head_dim_v), _key_edges(case), generator)
+    queries = _positions(case.seqlen_q, case.heads_q * max(case.head_dim, case.head_dim_v), 1, _query_edges(case), generator)
+    keys = _positions(case.seqlen_kv, case.heads_kv * max(case.head_dim, case.head_dim_v), 2, _key_edges(case), generator)
     return Choice(False, heads, queries, keys)
 
 
-def _positions(length: int, row_elements: int, edges: Iterable[int], generator: torch.Generator) -> Tensor:
-    """One random position of each tile, first and last, the mask's edges, and where offsets pass 2^31 and 2^32 elements."""
-    starts = torch.arange(0, length, TILE)
+def _positions(length: int, row_elements: int, of_tile: int, edges: Iterable[int], generator: torch.Generator) -> Tensor:
+    """`of_tile` random positions of each tile, first and last, the mask's edges, and where offsets pass 2^31 and 2^32 elements."""
+    starts = torch.arange(0, length, TILE).repeat(of_tile)
     drawn = starts + (torch.rand(len(starts), generator=generator) * (length - starts).clamp(max=TILE)).long()
     wide = [offset // row_elements + step for offset in WIDE_OFFSETS for step in (-1, 0, 1)]
     chosen = [0, TILE - 1, TILE, length - length % TILE, length - 1, *wide, *edges]
