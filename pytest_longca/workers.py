@@ -3,22 +3,18 @@
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
-import threading
-import types
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
 from pytest_longca.errors import DidNotRun, LongcaError
 from pytest_longca.outcome import Crashed, TimedOut
+from pytest_longca.processes import choose_triton_mode, head_and_tail, how_it_ended, kill_group, send, settle, start
 from pytest_longca.sources import Source
 
-HEAD_AND_TAIL = 2000
 START_TIMEOUT_S = 120.0
 
 
@@ -81,7 +77,7 @@ class Worker:
         """Kill the worker and whatever it started."""
         if self._process is None:
             return
-        _kill_group(self._process)
+        kill_group(self._process)
         if self._connection:
             self._connection.close()
         self._process = self._connection = None
@@ -105,18 +101,14 @@ class Worker:
         self._process.join(5)
         code = self._process.exitcode
         self.close()
-        return Crashed(f"the worker {_cause(code)}", _head_and_tail(self._stderr))
+        return Crashed(f"the worker {how_it_ended(code)}", head_and_tail(self._stderr))
 
     def _started(self) -> Connection:
         if self._process is not None and self._process.is_alive() and self._connection:
             return self._connection
         self.close()
         ours, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pytest_longca.preload"])
-        with _bare_main(), _python_path():
-            self._process = context.Process(target=serve, args=(theirs, self._sources, list(sys.path), str(self._stderr)), daemon=True)
-            self._process.start()
+        self._process = start(serve, (theirs, self._sources, list(sys.path), str(self._stderr)))
         theirs.close()
         self._connection = ours
         hello = self._answer(ours, START_TIMEOUT_S)
@@ -128,23 +120,16 @@ class Worker:
 
 def serve(connection: Connection, sources: list[list[Any]], path: list[str], stderr: str) -> None:
     """A worker's life: greet, then answer requests until the parent is gone."""
-    from pytest_longca.preload import die_with_parent
-
-    os.setsid()
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _redirect(stderr)
-    sys.path[:] = path
-    choose_triton_mode()
+    settle(stderr, path)
     try:
         from pytest_longca.jobs import Workshop
         from pytest_longca.sources import load_catalogue
 
         workshop = Workshop(load_catalogue(Source(*source) for source in sources))
     except Exception as error:
-        _send(connection, {"error": f"a worker could not start: {type(error).__name__}: {error}"})
+        send(connection, {"error": f"a worker could not start: {type(error).__name__}: {error}"})
         return
-    _send(connection, {"hello": True})
+    send(connection, {"hello": True})
     while True:
         try:
             request = json.loads(connection.recv_bytes())
@@ -152,81 +137,6 @@ def serve(connection: Connection, sources: list[list[Any]], path: list[str], std
             return
         os.ftruncate(2, 0)
         try:
-            _send(connection, workshop.perform(request))
+            send(connection, workshop.perform(request))
         except Exception as error:
-            _send(connection, {"error": f"{type(error).__name__}: {error}"})
-
-
-def choose_triton_mode() -> None:
-    """Make Triton interpret its kernels where there is no GPU; must come before `import triton`."""
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-def _send(connection: Connection, answer: dict[str, Any]) -> None:
-    connection.send_bytes(json.dumps(answer).encode())
-
-
-def _redirect(stderr: str) -> None:
-    """Point stdin at nothing, stdout and stderr at the worker's own log: a kernel's prints must not reach the terminal or the pipe."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-    os.dup2(null, 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    import faulthandler
-
-    faulthandler.enable(file=2, all_threads=False)
-
-
-def _kill_group(process: Any) -> None:
-    for kill in (lambda: os.killpg(process.pid, signal.SIGKILL), process.kill):
-        try:
-            kill()
-        except (ProcessLookupError, PermissionError):
-            continue
-    process.join(5)
-
-
-def _cause(code: int | None) -> str:
-    if code is None:
-        return "closed its connection"
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"exited with status {code}"
-
-
-def _head_and_tail(path: Path) -> str:
-    text = path.read_text(errors="replace")
-    return text if len(text) <= 2 * HEAD_AND_TAIL else f"{text[:HEAD_AND_TAIL]}\n[...]\n{text[-HEAD_AND_TAIL:]}"
-
-
-_main_lock = threading.Lock()
-
-
-@contextmanager
-def _bare_main() -> Iterator[None]:
-    """Hide `__main__` while a worker starts: multiprocessing would import pytest's entry script again in the worker."""
-    with _main_lock:
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = main
-
-
-@contextmanager
-def _python_path() -> Iterator[None]:
-    """Let the fork server find what this process finds: before Python 3.12 its preload ignores sys.path."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+            send(connection, {"error": f"{type(error).__name__}: {error}"})

@@ -3,9 +3,7 @@
 import contextlib
 import json
 import multiprocessing
-import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -17,7 +15,7 @@ from typing import Any
 
 from pytest_longca.errors import DidNotRun, InvalidArgument
 from pytest_longca.outcome import Crashed, TimedOut
-from pytest_longca.workers import _bare_main, _cause, _head_and_tail, _kill_group, _python_path, _redirect, _send, choose_triton_mode
+from pytest_longca.processes import head_and_tail, how_it_ended, kill_group, send, settle, start
 
 GRACE_S = 1.0  # between the first failure and the end of the others, which wait for it in a collective
 
@@ -50,7 +48,7 @@ class Pool:
     def close(self) -> None:
         """Kill every rank and whatever it started."""
         for process, connection in self._ranks:
-            _kill_group(process)
+            kill_group(process)
             connection.close()
         self._ranks = []
         if self._folder:
@@ -73,16 +71,11 @@ class Pool:
             return
         self.close()
         self._folder = Path(tempfile.mkdtemp(prefix="longca-ranks-"))
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pytest_longca.preload"])
-        with _bare_main(), _python_path():
-            for rank in range(self.size):
-                ours, theirs = multiprocessing.Pipe()
-                arguments = (theirs, rank, self.size, self._device, str(self._folder), self._path, timeout_s)
-                process = context.Process(target=serve_rank, args=arguments, daemon=True)
-                process.start()
-                theirs.close()
-                self._ranks.append((process, ours))
+        for rank in range(self.size):
+            ours, theirs = multiprocessing.Pipe()
+            process = start(serve_rank, (theirs, rank, self.size, self._device, str(self._folder), self._path, timeout_s))
+            theirs.close()
+            self._ranks.append((process, ours))
 
     def _answers(self, deadline: float, timeout_s: float) -> list[dict[str, Any]]:
         answers: dict[int, dict[str, Any]] = {}
@@ -107,7 +100,7 @@ class Pool:
                 arrived[rank] = dict(json.loads(self._ranks[rank][1].recv_bytes()))
             except (EOFError, OSError):
                 self._ranks[rank][0].join(GRACE_S)
-                arrived[rank] = {"error": _cause(self._ranks[rank][0].exitcode), "at": 0.0}
+                arrived[rank] = {"error": how_it_ended(self._ranks[rank][0].exitcode), "at": 0.0}
         return arrived
 
     def _failed(self, answers: dict[int, dict[str, Any]]) -> DidNotRun:
@@ -117,29 +110,20 @@ class Pool:
             answers |= arrived
         rank = min((rank for rank, answer in answers.items() if "error" in answer), key=lambda rank: answers[rank]["at"])
         assert self._folder is not None
-        stderr = _head_and_tail(self._folder / f"rank{rank}.log")
+        stderr = head_and_tail(self._folder / f"rank{rank}.log")
         self.close()
         return DidNotRun(Crashed(f"rank {rank} of {self.size} {answers[rank]['error']}", stderr))
 
 
 def serve_rank(connection: Connection, rank: int, size: int, device: str, folder: str, path: list[str], timeout_s: float) -> None:
     """A rank's life: join the world, then answer requests until the parent is gone."""
-    from pytest_longca.preload import die_with_parent
-
-    os.setsid()
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    log = Path(folder) / f"rank{rank}.log"
-    log.touch()
-    _redirect(str(log))
-    sys.path[:] = path
-    choose_triton_mode()
+    settle(f"{folder}/rank{rank}.log", path)
     try:
         world = _join(rank, size, device, folder, timeout_s)
         for message in _requests(connection):
-            _send(connection, _function(message["target"])(world, message["request"]))
+            send(connection, _function(message["target"])(world, message["request"]))
     except Exception as error:
-        _send(connection, {"error": f"raised {type(error).__name__}: {error}", "at": time.monotonic()})
+        send(connection, {"error": f"raised {type(error).__name__}: {error}", "at": time.monotonic()})
 
 
 def _requests(connection: Connection) -> Iterator[dict[str, Any]]:
