@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_longca.catalogue import Catalogue
 from pytest_longca.errors import DidNotRun
 from pytest_longca.machine import CPU, Machine
-from pytest_longca.outcome import Wrong
+from pytest_longca.outcome import Crashed, Wrong
 
 if TYPE_CHECKING:
     from pytest_longca.case import Case
@@ -46,9 +46,26 @@ class Workshop:
         return {name: version for name, version in found.items() if version}
 
     def perform(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request; `op` names the function of JOBS. `spent` says that the device is of no use to this process any more."""
-        answer = JOBS[request["op"]](self, request)
+        """The answer to a request; `op` names the function of JOBS.
+
+        `spent` says that the device is of no use to this process any more: an illegal access shows up at whatever touches the device
+        next, so an error that comes with it is the case's outcome and no fault of what raised it.
+        """
+        try:
+            answer = JOBS[request["op"]](self, request)
+        except Exception as error:
+            if self._machine is None or is_usable(self._machine):
+                raise
+            answer = _lost(error)
         return answer if self._machine is None or is_usable(self._machine) else {**answer, "spent": True}
+
+
+def _lost(error: Exception) -> dict[str, Any]:
+    """The answer of a case after which the device does not answer."""
+    from pytest_longca.checks import Verification
+
+    first_line = str(error).strip().split("\n", 1)[0]
+    return Verification(Crashed(f"the device does not answer after it: {type(error).__name__}: {first_line}")).to_json()
 
 
 def is_usable(machine: Machine) -> bool:
@@ -145,12 +162,12 @@ def _peaks(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
     from pytest_longca.timing import device_peaks
 
     if shop.machine.device != "cuda":
-        return {}
+        return {"peaks": {}}
     import torch
 
     peaks = device_peaks()
     torch.cuda.empty_cache()
-    return dict(peaks)
+    return {"peaks": peaks}
 
 
 def _hunt(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from pytest_longca.errors import DidNotRun
 from pytest_longca.machine import Machine
 from pytest_longca.options import Options, select
 from pytest_longca.outcome import NotInstalled, Outcome, TimedOut, Unsupported
-from pytest_longca.sources import catalogue_of, sources_of
+from pytest_longca.sources import Source, catalogue_of, mechanisms_of, sources_of
 from pytest_longca.workers import START_TIMEOUT_S, Executor, InProcess, Worker
 
 if TYPE_CHECKING:
     from pytest_longca.case import Case
     from pytest_longca.checks import Verification
+    from pytest_longca.parallel.mechanisms import Mechanism
     from pytest_longca.parallel.pool import Pool
     from pytest_longca.sampling import LengthSource
 
@@ -58,13 +59,21 @@ class Session:
         return select("mask", wanted, self.catalogue.mask_names, self.catalogue.mask_groups)
 
     @functools.cached_property
-    def mechanisms(self) -> tuple[str, ...]:
+    def mechanisms(self) -> "tuple[Mechanism, ...]":
         """The mechanisms that were asked for. Raises InvalidArgument for one that does not exist, or a mesh that is none."""
-        from pytest_longca.parallel.mechanisms import MECHANISMS, Mesh
+        from pytest_longca.parallel.mechanisms import Mesh
 
+        if not self.options.mechanisms:
+            return ()
         if self.options.mesh:
             Mesh.parse(self.options.mesh)
-        return select("mechanism", self.options.mechanisms or (), MECHANISMS)
+        known = mechanisms_of(self._pluginmanager)
+        return tuple(known[name] for name in select("mechanism", self.options.mechanisms, known))
+
+    @functools.cached_property
+    def sources(self) -> tuple[Source, ...]:
+        """What workers and ranks import beside the built-in kernels and masks."""
+        return sources_of(self._pluginmanager)
 
     @property
     def num_sharing(self) -> int:
@@ -74,8 +83,10 @@ class Session:
     @functools.cached_property
     def peaks(self) -> dict[str, float]:
         """The device's own ceilings, measured once a session; empty on a CPU, or if they could not be measured."""
+        if self.machine.device != "cuda":
+            return {}
         try:
-            return self.call(self.kernels[0], {"op": "peaks"}) if self.machine.device == "cuda" else {}
+            return dict(self.call(self.kernels[0], {"op": "peaks"}).get("peaks", {}))
         except DidNotRun:
             return {}
 
@@ -136,7 +147,7 @@ class Session:
             if mode == "off":
                 self._executors[key] = InProcess((), self._pluginmanager)
             else:
-                self._executors[key] = Worker(sources_of(self._pluginmanager))
+                self._executors[key] = Worker(self.sources)
         elif mode == "case":
             self._executors[key].close()
         return self._executors[key]

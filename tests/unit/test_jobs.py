@@ -1,0 +1,48 @@
+"""A worker's answers: what becomes of an error, and when a process is of no more use."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pytest_longca import jobs
+from pytest_longca.catalogue import Catalogue
+from pytest_longca.jobs import JOBS, Workshop
+from pytest_longca.machine import CPU
+from pytest_longca.outcome import outcome_from_json
+
+
+def broken(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
+    raise RuntimeError("an illegal memory access\nwas encountered")
+
+
+@pytest.fixture
+def perform(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Answer a request that raises, or one that does not, on a device that is usable afterwards or not."""
+    monkeypatch.setitem(JOBS, "raise", broken)
+    monkeypatch.setitem(JOBS, "answer", lambda shop, request: {"x": 1})
+
+    def perform(op: str, is_usable: bool) -> dict[str, Any]:
+        monkeypatch.setattr(jobs, "is_usable", lambda machine: is_usable)
+        shop = Workshop(Catalogue())
+        shop._machine = CPU
+        return shop.perform({"op": op})
+
+    return perform
+
+
+def test_a_device_that_does_not_answer_any_more_ends_the_process_after_the_answer(perform: Callable[..., dict[str, Any]]) -> None:
+    assert perform("answer", is_usable=True) == {"x": 1}
+    assert perform("answer", is_usable=False) == {"x": 1, "spent": True}
+
+
+def test_an_error_that_comes_with_a_lost_device_is_the_cases_crash(perform: Callable[..., dict[str, Any]]) -> None:
+    answer = perform("raise", is_usable=False)
+    reason = str(outcome_from_json(answer["outcome"]))
+    assert reason == "crashed: the device does not answer after it: RuntimeError: an illegal memory access"
+    assert answer["spent"] is True
+
+
+def test_any_other_error_is_raised(perform: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(RuntimeError, match="illegal"):
+        perform("raise", is_usable=True)
