@@ -15,7 +15,7 @@ from torch import Tensor
 from pytest_longca.case import Case
 
 SCALE = 4.0
-"""Allowed row error in units of u times `scale`: two worst roundings of everything in it."""
+"""Allowed row error in units of u times the sum of absolute terms, for two roundings of everything in it at their worst."""
 FALSE_ALARMS = 1e-4
 """How often an honest tensor's largest row would be beyond its limit, were a rounding's standard deviation 1.1 RMS u (it is RMS u)."""
 DS_ROUNDINGS = 2
@@ -179,10 +179,11 @@ def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int, de
         rounded2, rounded_along2 = 2 * rounded2 + terms.parts, 2 * rounded_along2 + terms.parts / dim
     # Each term, each part and the result rounded at their worst: 2 u each.
     roundings = terms.roundings + 1 + (terms.parts is not None)
-    scale = absolute2.sqrt() * (roundings / 2) + coherent2.sqrt()
+    scale = absolute2.sqrt() + coherent2.sqrt()
+    at_worst = SCALE * (absolute2.sqrt() * (roundings / 2) + coherent2.sqrt())
     spread2 = terms.squares + coherent2 + rounded2
     directed2 = (terms.concentrated + terms.squares * terms.mean.square().sum(-1)).minimum(terms.squares) + coherent2
-    allowed = (deviations**2 * directed2 + isotropic(dim, deviations) ** 2 * (spread2 - directed2)).sqrt()
+    likely = (deviations**2 * directed2 + isotropic(dim, deviations) ** 2 * (spread2 - directed2)).sqrt()
     # Of terms in dim directions 1/dim lies along their sum, and what large ones add to it; all where they share that direction.
     shared2 = (value * terms.mean).sum(-1).square() / size2.clamp_min(tiny)
     aligned2 = (terms.concentrated + terms.squares * (1 / dim + shared2)).minimum(terms.squares)
@@ -195,7 +196,7 @@ def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int, de
         shared = shared + 2 * rounding.unit * terms.evenness * size2.sqrt()
     if terms.common is not None:  # only along what all terms share does it add up over the rows
         shared = shared + deviations * rounding.unit * (terms.common * shared2).sqrt()
-    return Bound(scale, spread2.sqrt(), allowed, along, terms.squares, flush, shared)
+    return Bound(scale, spread2.sqrt(), torch.minimum(at_worst, likely), along, terms.squares, flush, shared)
 
 
 def shared_direction(x: Tensor) -> Tensor:
@@ -208,7 +209,7 @@ def shared_direction(x: Tensor) -> Tensor:
 
 def row_limit(bound: Bound, unit: float) -> Tensor:
     """How large a row's error may be in norm."""
-    return unit * torch.minimum(SCALE * bound.scale, bound.allowed) + bound.flush
+    return unit * bound.allowed + bound.flush
 
 
 def along_limit(bound: Bound, unit: float, deviations: float) -> Tensor:
