@@ -1,4 +1,4 @@
-"""The hooks by which a conftest.py or a plugin adds kernels and masks. They run again in every worker, so they take no arguments."""
+"""The hooks by which a conftest.py or a plugin adds kernels, masks and mechanisms. They run again in workers, so they take no arguments."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -8,6 +8,7 @@ import pytest
 if TYPE_CHECKING:
     from pytest_longca.kernel import Kernel
     from pytest_longca.mask import Mask
+    from pytest_longca.parallel.mechanisms import Mechanism
 
 
 @pytest.hookspec
@@ -36,4 +37,17 @@ def pytest_longca_masks() -> "Iterable[type[Mask]]":  # type: ignore[empty-body]
     """Return masks of your own, as subclasses of `pytest_longca.mask.Mask`.
 
     A FlexAttention mask_mod becomes one with `pytest_longca.mask.from_mask_mod("name", mask_mod)`.
+    """
+
+
+@pytest.hookspec
+def pytest_longca_mechanisms() -> "Iterable[Mechanism]":  # type: ignore[empty-body]  # a specification
+    """Return mechanisms of context parallelism of your own: rows of a table, a mesh of ranks and the kind of its inner communicator.
+
+    In a conftest.py, Ulysses between pairs of ranks and a ring of pairs::
+
+        from pytest_longca.parallel.mechanisms import Mechanism, Mesh
+
+        def pytest_longca_mechanisms():
+            return [Mechanism("ring_of_pairs", "pairs share heads", lambda world, heads, ranks_per_node: Mesh(inner=world // 2, heads=2))]
     """

@@ -7,10 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_longca.catalogue import Catalogue
 from pytest_longca.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from pytest_longca.parallel.mechanisms import Mechanism
 
 HOOKS = ("pytest_longca_kernels", "pytest_longca_masks")
 
@@ -66,9 +69,24 @@ def catalogue_of(pluginmanager: Any) -> Catalogue:
     return _checked(kernels, masks)
 
 
+def mechanisms_of(pluginmanager: Any) -> "dict[str, Mechanism]":
+    """Mechanisms of context parallelism by name: the built-in ones and those of loaded plugins. Raises InvalidArgument for a wrong one."""
+    from pytest_longca.parallel.mechanisms import MECHANISMS, Mechanism
+
+    found = dict(MECHANISMS)
+    for implementation in pluginmanager.hook.pytest_longca_mechanisms.get_hookimpls():
+        path = getattr(implementation.plugin, "__file__", None) or repr(implementation.plugin)
+        for row in _ask(implementation.plugin, "pytest_longca_mechanisms", Source("pytest_longca_mechanisms", str(path))):
+            if not isinstance(row, Mechanism):
+                raise InvalidArgument(f"pytest_longca_mechanisms returned {row!r}: return pytest_longca.parallel.mechanisms.Mechanism")
+            if row.name in found:
+                raise InvalidArgument(f"two mechanisms are named {row.name!r}: rename one of them")
+            found[row.name] = row
+    return found
+
+
 def _checked(kernels: list[Any], masks: list[Any]) -> Catalogue:
     from pytest_longca.kernel import Kernel
-    from pytest_longca.mask import Mask
 
     for kernel in kernels:
         if not isinstance(kernel, Kernel):
@@ -76,11 +94,30 @@ def _checked(kernels: list[Any], masks: list[Any]) -> Catalogue:
                 f"pytest_longca_kernels returned {kernel!r}: return instances of pytest_longca.kernel.Kernel, such as [MyKernel()]"
             )
     for mask in masks:
-        if not (isinstance(mask, type) and issubclass(mask, Mask)):
-            raise InvalidArgument(
-                f"pytest_longca_masks returned {mask!r}: return subclasses of pytest_longca.mask.Mask (the class, not an instance)"
-            )
+        _check_mask(mask)
     return Catalogue(kernels, masks)
+
+
+PROBE_LENGTHS = (4, 7)
+"""Queries and keys on which a user's mask_mod is tried: no two axes of its result may have the same length by chance."""
+
+
+def _check_mask(mask: Any) -> None:
+    """Raise InvalidArgument unless it is a mask class, and one whose mask_mod, if it is made of one, returns what it must."""
+    from pytest_longca.mask import Mask, ModMask
+
+    if not (isinstance(mask, type) and issubclass(mask, Mask)):
+        raise InvalidArgument(
+            f"pytest_longca_masks returned {mask!r}: return subclasses of pytest_longca.mask.Mask (the class, not an instance)"
+        )
+    if not issubclass(mask, ModMask):
+        return
+    try:
+        mask(*PROBE_LENGTHS).dense()
+    except InvalidArgument:
+        raise
+    except Exception:  # a mod may be made for longer sequences only, and says so when it runs
+        return
 
 
 def _ask(module: Any, hook: str, source: Source) -> list[Any]:

@@ -12,7 +12,7 @@ from pytest_longca.errors import DidNotRun, InvalidArgument
 from pytest_longca.mask import Form
 from pytest_longca.outcome import Outcome, Passed, Unsupported, Wrong
 from pytest_longca.parallel.check import run_parallel
-from pytest_longca.parallel.kernel import BLOCK_KERNELS
+from pytest_longca.parallel.kernel import BLOCK_KERNELS, offers_blocks
 from pytest_longca.parallel.mechanisms import Mesh
 from pytest_longca.parallel.pool import Pool
 from pytest_longca.parallel.setup import Sharing, check
@@ -42,15 +42,15 @@ def rows(session: "Session") -> Iterator[Any]:
         for mask in session.masks:
             for mechanism in session.mechanisms:
                 for world in options.world_sizes:
-                    sharing = Sharing(mechanism, world, Mesh.parse(options.mesh) if options.mesh else None)
+                    sharing = Sharing(mechanism.name, world, Mesh.parse(options.mesh) if options.mesh else None, own=mechanism)
                     refused = refusal(session, kernel, mask, sharing)
                     marks = [pytest.mark.longca_outcome(refused)] if refused else []
-                    yield pytest.param(kernel, mask, sharing, id=f"{mechanism}x{world}-{kernel}-{mask}", marks=marks)
+                    yield pytest.param(kernel, mask, sharing, id=f"{mechanism.name}x{world}-{kernel}-{mask}", marks=marks)
 
 
 def refusal(session: "Session", kernel: str, mask: str, sharing: Sharing) -> Outcome | None:
     """Why the ranks cannot share the cell, found before any process starts."""
-    if kernel not in BLOCK_KERNELS:
+    if kernel not in BLOCK_KERNELS and not offers_blocks(session.catalogue.kernel(kernel)):
         return Unsupported(f"{kernel} offers no block_forward and block_backward; {', '.join(BLOCK_KERNELS)} do")
     if Form.ROW_INTERVALS not in session.catalogue.mask(mask).forms:
         return Unsupported(f"context parallel takes {Form.ROW_INTERVALS}, and {mask} has no such form")
@@ -85,7 +85,7 @@ def run_shared(item: pytest.Item, session: "Session", kernel: str, mask: str, sh
 def _judged(pool: Pool, session: "Session", case: Case, kernel: str, sharing: Sharing, findings: Findings) -> tuple[Outcome, int]:
     """The outcome of one case, and the bytes that the busiest rank sent."""
     try:
-        answer = run_parallel(pool, case, sharing, kernel, session.options.timeout)
+        answer = run_parallel(pool, case, sharing, kernel, session.options.timeout, sources=session.sources)
     except DidNotRun as stopped:
         return stopped.outcome, 0
     findings.num_cases += 1

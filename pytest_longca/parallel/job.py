@@ -1,6 +1,5 @@
 """What every rank runs to judge a case: its share forward and backward, the shares gathered, and the whole against the reference."""
 
-import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -15,27 +14,38 @@ from pytest_longca.outcome import Unsupported
 from pytest_longca.parallel.attend import ContextParallel
 from pytest_longca.parallel.comm import Channel
 from pytest_longca.parallel.kernel import BlockKernel, find_block_kernel
-from pytest_longca.parallel.mechanisms import Mesh
+from pytest_longca.parallel.mechanisms import Mechanism, Mesh
 from pytest_longca.parallel.setup import Shards, Sharing, bind, shards_of
 from pytest_longca.parallel.world import World
+from pytest_longca.sources import Source, load_catalogue
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 
 
-def sharing_to_json(sharing: Sharing) -> dict[str, Any]:
-    """The sharing as plain values."""
-    return {**dataclasses.asdict(sharing), "mesh": str(sharing.mesh) if sharing.mesh else None}
+def sharing_to_json(case: Case, sharing: Sharing) -> dict[str, Any]:
+    """The sharing of a case as plain values, nothing of it left to choose: ranks need not know the mechanism."""
+    return {
+        "mechanism": sharing.mechanism,
+        "world": sharing.world,
+        "mesh": str(sharing.mesh_for(case)),
+        "layout": sharing.layout_name,
+        "groups": sharing.groups,
+        "gathers": sharing.row.gathers,
+    }
 
 
 def sharing_from_json(data: dict[str, Any]) -> Sharing:
     """The sharing that `sharing_to_json` wrote."""
-    return Sharing(**{**data, "mesh": Mesh.parse(data["mesh"]) if data["mesh"] else None})
+    mesh = Mesh.parse(data["mesh"])
+    row = Mechanism(data["mechanism"], "as its row says", lambda world, heads, ranks_per_node: mesh, data["gathers"], data["layout"])
+    return Sharing(row.name, data["world"], mesh, row.layout, data["groups"], own=row)
 
 
 def judge_case(world: World, request: dict[str, Any]) -> dict[str, Any]:
-    """The rank's side of `run_parallel`. `request`: case (id), sharing, kernel (name of a block kernel)."""
-    case, sharing = parse_case(request["case"]), sharing_from_json(request["sharing"])
-    kernel = find_block_kernel(request["kernel"])
+    """The rank's side of `run_parallel`. `request`: case (id), sharing, kernel (a block kernel's name), sources (of masks and kernels)."""
+    catalogue = load_catalogue(Source(*source) for source in request.get("sources", ()))
+    case, sharing = parse_case(request["case"], catalogue.masks()), sharing_from_json(request["sharing"])
+    kernel = find_block_kernel(request["kernel"], catalogue)
     if reason := kernel.capabilities.refusal(case, world.machine):
         return {"outcome": Unsupported(f"{kernel.name} {reason}").to_json()}
     shards = shards_of(case, sharing)

@@ -5,9 +5,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pytest_longca.catalogue import load
+from pytest_longca.catalogue import Catalogue, load
 from pytest_longca.errors import unknown_name
-from pytest_longca.kernel import Capabilities
+from pytest_longca.kernel import Capabilities, Kernel
 from pytest_longca.mask import Form
 from pytest_longca.parallel.merge import GradSum, OutSum, accumulation_dtype
 from pytest_longca.parallel.segment import Round, Segment
@@ -44,8 +44,18 @@ class BlockKernel(Protocol):
         """(dq, dk, dv) of this block, from the *merged* out and lse of all blocks."""
 
 
-def find_block_kernel(name: str) -> BlockKernel:
-    """The block kernel of that name, or of a "module:attribute" path. Raises InvalidArgument with the closest names."""
+def offers_blocks(kernel: Kernel) -> bool:
+    """Whether a kernel of a third party has the two methods of a BlockKernel."""
+    return hasattr(kernel, "block_forward") and hasattr(kernel, "block_backward")
+
+
+def find_block_kernel(name: str, catalogue: Catalogue | None = None) -> BlockKernel:
+    """The block kernel of that name, of a "module:attribute" path, or a catalogue's own kernel that offers blocks.
+
+    Raises InvalidArgument with the closest names.
+    """
+    if catalogue and name in catalogue.kernel_names and offers_blocks(catalogue.kernel(name)):
+        return catalogue.kernel(name)  # type: ignore[return-value]  # a Kernel with the methods of a BlockKernel
     if ":" not in name and name not in BLOCK_KERNELS:
         raise unknown_name("block kernel", name, BLOCK_KERNELS)
     return load(BLOCK_KERNELS.get(name, name))()  # type: ignore[no-any-return]  # load gives whatever the name names

@@ -27,7 +27,8 @@ HEAVY_BYTES_PER_FLOP = 2.5e-5
 class Sharing:
     """How a case is shared: mechanism, mesh and layout. None asks for the mechanism's default.
 
-    `groups` is the number of pipelined head groups of the Ulysses exchange (0: see `head_groups`).
+    `groups` is the number of pipelined head groups of the Ulysses exchange (0: see `head_groups`). `own` is the row of a mechanism that is
+    not built in.
     """
 
     mechanism: str
@@ -36,10 +37,11 @@ class Sharing:
     layout: str | None = None
     groups: int = 0
     ranks_per_node: int = RANKS_PER_NODE
+    own: Mechanism | None = None
 
     @property
     def row(self) -> Mechanism:
-        return find_mechanism(self.mechanism)
+        return self.own or find_mechanism(self.mechanism)
 
     @property
     def layout_name(self) -> str:

@@ -1,0 +1,148 @@
+"""--longca-mechanisms: cells shared among ranks, judged as a whole; what does not fit says why, a rank that dies is an outcome."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pytest_longca.parallel.mechanisms import MECHANISMS
+from tests.plugin.conftest import Run
+
+USAGE = pytest.ExitCode.USAGE_ERROR
+MECHANISM = """
+from pytest_longca.parallel.mechanisms import Mechanism, Mesh
+
+def pytest_longca_mechanisms():
+    return [Mechanism("ring_of_pairs", "pairs share heads", lambda world, heads, ranks_per_node: Mesh(inner=world // 2, heads=2))]
+"""
+OWN = """
+from pytest_longca.kernels.naive import Naive
+from pytest_longca.mask import from_mask_mod
+from pytest_longca.parallel.kernel import NaiveBlock
+
+class Mine(Naive, NaiveBlock):
+    name = "mine"
+
+class Dying(Mine):
+    name = "dying"
+
+    def block_backward(self, *operands):
+        import os
+        os._exit(7)
+
+class Wrong(Mine):
+    name = "wrong"
+
+    def block_backward(self, *operands):
+        dq, dk, dv = super().block_backward(*operands)
+        return dq, dk * 1.05, dv
+
+def pytest_longca_kernels():
+    return [Mine(), Dying(), Wrong()]
+
+def pytest_longca_masks():
+    return [from_mask_mod("ring_mask", lambda b, h, q, kv: (q >= kv) & (kv % 7 < 7), two_runs_a_row=True)]
+"""
+
+
+@pytest.fixture
+def shared(run: Run) -> Run:
+    """Share fp64 cells of naive between two ranks."""
+
+    def shared(*args: str) -> pytest.RunResult:
+        given = " ".join(args)
+        defaults = {"kernels": "naive", "dtypes": "fp64", "world-sizes": "2", "masks": "causal_document"}
+        return run(*(f"--longca-{name}={value}" for name, value in defaults.items() if f"--longca-{name}" not in given), *args)
+
+    return shared
+
+
+def said(result: pytest.RunResult) -> str:
+    return "\n".join(result.outlines + result.errlines)
+
+
+def records() -> list[dict[str, object]]:
+    return [json.loads(line) for line in Path("cp.jsonl").read_text().splitlines()]
+
+
+def test_every_mechanism_is_a_cell_with_a_record_and_nothing_else_runs(shared: Run) -> None:
+    result = shared(f"--longca-mechanisms={','.join(MECHANISMS)}", "--longca-masks=full,prefix_lm_document", "--longca-json=cp.jsonl")
+    result.assert_outcomes(passed=2 * len(MECHANISMS))
+    found = records()
+    assert {record["mechanism"] for record in found} == set(MECHANISMS)
+    assert all(record["world_size"] == 2 and record["comm_bytes"] and record["stage"] == "parallel" for record in found)
+    assert all(verdict["error_over_limit"] <= 1 for record in found for verdict in record["verdicts"])
+    assert all({verdict["tensor"] for verdict in record["verdicts"]} == {"out", "lse", "dq", "dk", "dv"} for record in found)
+
+
+def test_a_row_of_the_table_comes_from_a_conftest(shared: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(MECHANISM)
+    shared("--longca-mechanisms=ring_of_pairs", "--longca-json=cp.jsonl").assert_outcomes(passed=1)
+    assert [record["mechanism"] for record in records()] == ["ring_of_pairs"]
+
+
+def test_a_strangers_kernel_and_mask_reach_the_ranks(shared: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(OWN)
+    result = shared("--longca-mechanisms=ring_p2p", "--longca-kernels=mine", "--longca-masks=ring_mask")
+    result.assert_outcomes(passed=1)
+
+
+def test_a_rank_that_dies_is_the_cells_outcome_and_the_next_cell_runs(shared: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(OWN)
+    result = shared("--longca-mechanisms=ring_p2p", "--longca-kernels=dying,mine", "--longca-json=cp.jsonl")
+    result.assert_outcomes(passed=1, failed=1)
+    outcomes = {record["kernel"]: record["outcome"] for record in records()}
+    assert outcomes["dying"]["kind"] == "crashed" and "exited with status 7" in outcomes["dying"]["reason"]
+    assert outcomes["mine"]["kind"] == "passed"
+
+
+def test_a_wrong_gradient_is_named(shared: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(OWN)
+    result = shared("--longca-mechanisms=ring_allgather", "--longca-kernels=wrong")
+    result.assert_outcomes(failed=1)
+    assert "wrong shared by ring_allgather among 2 ranks" in said(result) and "dk:" in said(result)
+    assert "dq:" not in said(result)
+
+
+def test_a_mesh_of_another_size_than_the_world_is_skipped_with_its_reason(shared: Run) -> None:
+    result = shared("--longca-mechanisms=usp", "--longca-mesh=2x2x2", "-rs")
+    result.assert_outcomes(skipped=1)
+    assert "mesh 2x2x2 has 8 ranks and the world 2" in said(result)
+
+
+def test_what_cannot_be_shared_is_skipped_with_its_reason(shared: Run) -> None:
+    masks, kernels = "--longca-masks=causal,uniform_block", "--longca-kernels=naive,sdpa"
+    result = shared("--longca-mechanisms=ulysses,ring_p2p", "--longca-world-sizes=65", masks, kernels, "-rs")
+    result.assert_outcomes(skipped=2 * 2 * 2)
+    for words in (
+        "65 ranks on the heads axis and 8 query heads",
+        "64 tokens and 65 ranks",
+        "uniform_block has no such form",
+        "sdpa offers no",
+    ):
+        assert words in said(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--longca-mechanisms=usb", "did you mean 'usp'"),
+        ("--longca-mesh=2x2", "as in 2x2x2"),
+    ],
+)
+def test_what_names_nothing_ends_the_run_before_it_starts(shared: Run, arguments: str, words: str) -> None:
+    result = shared("--longca-mechanisms=usp", arguments)
+    assert result.ret == USAGE and words in said(result)
+
+
+@pytest.mark.parametrize(
+    ("conftest", "words"),
+    [
+        ("def pytest_longca_mechanisms(): return ['ring']", "return pytest_longca.parallel.mechanisms.Mechanism"),
+        (MECHANISM.replace("ring_of_pairs", "usp"), "two mechanisms are named 'usp'"),
+    ],
+)
+def test_a_wrong_row_is_refused(shared: Run, pytester: pytest.Pytester, conftest: str, words: str) -> None:
+    pytester.makeconftest(conftest)
+    result = shared("--longca-mechanisms=usp")
+    assert result.ret == USAGE and words in said(result)
