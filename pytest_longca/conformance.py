@@ -193,15 +193,22 @@ def record(session: "Session", stage: str, kernel: str, mask: str, outcome: Outc
 
 def _message(kernel: str, case: "Case", verification: "Verification") -> str:
     """What a failure says before the way to redo it: what is wrong and where, the case, and the mask as a picture."""
-    from pytest_longca.picture import draw
-
     lines = [f"{kernel} is {verification.outcome}" if isinstance(verification.outcome, Wrong) else f"{kernel} {verification.outcome}"]
     lines += [f"  {finding.message}" for finding in verification.findings]
     lines += [f"case: {case.id}"]
-    lines += [draw(case, verification.findings)]
+    lines += [_picture(case, verification)]
     if isinstance(verification.outcome, Crashed) and verification.outcome.stderr:
         lines += ["the worker's last words:", verification.outcome.stderr]
     return "\n".join(lines)
+
+
+def _picture(case: "Case", verification: "Verification") -> str:
+    from pytest_longca.picture import draw
+
+    try:
+        return draw(case, verification.findings)
+    except Exception as error:  # a user's mask_mod may raise anything, which must not hide what failed
+        return f"no picture of the mask: {type(error).__name__}: {error}"
 
 
 def versions(kernel: "Kernel") -> dict[str, str]:

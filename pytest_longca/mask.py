@@ -231,7 +231,7 @@ class PredicateMask(Mask):
 
 
 @dataclass(frozen=True, slots=True)
-class _ModMask(Mask):
+class ModMask(Mask):
     """Base of the classes that `from_mask_mod` makes: the mod is the class's, the lengths are the mask's."""
 
     seqlen_q: int
@@ -271,4 +271,4 @@ def from_mask_mod(name: str, mask_mod: MaskMod, *, batch: int = 1, heads: int = 
     """
     forms = {Form.PREDICATE, Form.ROW_INTERVALS} if two_runs_a_row else {Form.PREDICATE}
     body = {"name": name, "mod": staticmethod(mask_mod), "num_batches": batch, "num_heads": heads, "forms": frozenset(forms)}
-    return type(name, (_ModMask,), {"__slots__": (), "__doc__": mask_mod.__doc__, **body})
+    return type(name, (ModMask,), {"__slots__": (), "__doc__": mask_mod.__doc__, **body})

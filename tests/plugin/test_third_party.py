@@ -1,0 +1,192 @@
+"""What strangers bring: kernels, masks and tests of their own, and what they are told when something is wrong with them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.plugin.conftest import Run
+from tests.plugin.test_readme import KERNEL, MASK
+
+USAGE = pytest.ExitCode.USAGE_ERROR
+RETURNS = """
+from pytest_longca.kernel import AutogradCall
+from pytest_longca.kernels.naive import Naive
+
+class Returns(Naive):
+    name = "returns"
+
+    def bind(self, case, inputs):
+        function = super().bind(case, inputs).function
+        return AutogradCall(lambda q, k, v: ({answer}), inputs, case.direction.needs_backward)
+
+def pytest_longca_kernels():
+    return [Returns()]
+"""
+MOD = """
+import torch
+from pytest_longca.mask import from_mask_mod
+
+def pytest_longca_masks():
+    return [from_mask_mod("mine", lambda b, h, q_idx, kv_idx: {answer})]
+"""
+
+
+def said(result: pytest.RunResult) -> str:
+    return "\n".join(result.outlines + result.errlines)
+
+
+def test_an_installed_plugin_brings_its_kernel_and_mask_into_workers_too(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(my_attention=KERNEL + MASK)
+    pytester.syspathinsert()
+    result = run("-p", "my_attention", "--benchmark-skip", "--longca-kernels=mine", "--longca-masks=dilated", "--longca-examples=3")
+    assert result.parseoutcomes()["passed"] == 2
+    result.stdout.fnmatch_lines(["mask*mine", "dilated*ok"])
+
+
+def test_a_users_tests_get_kernels_masks_and_cases_in_every_combination(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(KERNEL + MASK)
+    pytester.makepyfile("""
+        def test_kernel(longca_kernel): assert longca_kernel.name in ("mine", "naive")
+        def test_mask(longca_mask): assert longca_mask.name in ("dilated", "causal")
+        def test_case(longca_case): assert longca_case.seqlen_q == 64
+        def test_kernel_mask(longca_kernel, longca_mask): assert longca_kernel.name and longca_mask.name
+        def test_kernel_case(longca_kernel, longca_case): assert longca_case.dtype == "fp32"
+    """)
+    chosen = ("--longca-kernels=mine,naive", "--longca-masks=dilated,causal", "--longca-seqlens=64", "--longca-dtypes=fp32")
+    result = run(*chosen, "--longca-passes=fwd", "test_a_users_tests_get_kernels_masks_and_cases_in_every_combination.py", "-v")
+    result.assert_outcomes(passed=2 + 2 + 2 + 4 + 4)
+    result.stdout.fnmatch_lines(["*::test_kernel_mask?mine-dilated? PASSED*", "*::test_kernel_case?naive-causal(seqlen_q=64*? PASSED*"])
+
+
+def test_a_refused_case_skips_a_users_test_with_the_reason(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(KERNEL)
+    path = pytester.makepyfile("def test_mine(longca_kernel, longca_case): assert False")
+    result = run("--longca-kernels=mine", "--longca-masks=causal", "--longca-seqlens=64", "--longca-dtypes=bf16", "-rs", str(path))
+    result.assert_outcomes(skipped=2)
+    result.stdout.fnmatch_lines(["SKIPPED*takes fp32, not bf16*"])
+
+
+def test_fixtures_that_do_not_go_together_are_named(run: Run, pytester: pytest.Pytester) -> None:
+    path = pytester.makepyfile("def test_mine(longca_mask, longca_case): pass")
+    result = run("--longca-masks=causal", str(path))
+    assert "a test asks for longca_mask and longca_case: tests can ask for" in said(result)
+    assert result.ret != 0
+
+
+def test_a_users_given_test_shrinks_to_the_smallest_case(run: Run, pytester: pytest.Pytester) -> None:
+    path = pytester.makepyfile("""
+        from hypothesis import given, settings
+        from pytest_longca.kernels.naive import Naive
+        from pytest_longca.strategies import cases
+
+        @settings(deadline=None, database=None, derandomize=True)
+        @given(case=cases(masks=["causal"], kernel=Naive()))
+        def test_short(case):
+            assert case.seqlen_q < 7, f"drawn {case.id}"
+    """)
+    result = run(str(path))
+    result.assert_outcomes(failed=1)
+    assert "drawn causal(seqlen_q=7,seqlen_kv=7)/b1/h1:1/d16/fp32/fwd_bwd/s0" in said(result)
+
+
+def test_a_conftest_that_does_not_import_is_a_usage_error_that_names_it(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("import no_such_attention\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--longca-kernels=naive", "--longca-masks=causal"]
+    result = subprocess.run(command, cwd=pytester.path, capture_output=True, text=True)
+    assert result.returncode == USAGE
+    assert re.search(r"ImportError while loading conftest .*conftest.py", result.stderr)
+    assert "No module named 'no_such_attention'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("None", "forward returned None: it must return (out, lse or None)"),
+        ("function(q, k, v)[0]", "forward returned a Tensor: it must return (out, lse or None)"),
+        ("None, None", "the kernel returned None where a tensor of shape ["),
+        ("function(q, k, v)[0].transpose(1, 2), None", "(batch, seqlen_q, heads_q, head_dim_v)"),
+        ("function(q, k, v)[0].double(), None", "has dtype torch.float64, due is torch.float32"),
+        ("function(q, k, v)[0], function(q, k, v)[1].half()", "lse: has dtype torch.float16, due is torch.float32 or torch.float64"),
+        ("function(q, k, v)[0], function(q, k, v)[1][..., None]", "(batch, heads_q, seqlen_q)"),
+    ],
+)
+def test_a_kernel_that_returns_no_result_is_told_what_is_due(run: Run, pytester: pytest.Pytester, answer: str, says: str) -> None:
+    pytester.makeconftest(RETURNS.format(answer=answer))
+    case = "causal(seqlen_q=3,seqlen_kv=4)/b1/h2:1/d8/fp32/fwd_bwd/s0"
+    result = run("--longca-kernels=returns", f"--longca-case={case}", "--longca-checks=truth", "--longca-isolate=off")
+    result.assert_outcomes(failed=1)
+    assert "returns is wrong: " in said(result) and says in said(result)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("(q_idx >= kv_idx).int()", "mask 'mine' returned torch.int32: a mask_mod returns torch.bool, True where the key is visible"),
+        ("True", "mask 'mine' returned bool: a mask_mod returns a bool tensor"),
+        ("torch.ones(3, 5, dtype=torch.bool)", "mask 'mine' returned shape (3, 5): it must broadcast to"),
+    ],
+)
+def test_a_predicate_that_is_none_is_told_what_is_due(run: Run, pytester: pytest.Pytester, answer: str, says: str) -> None:
+    pytester.makeconftest(MOD.format(answer=answer))
+    result = run("--longca-kernels=naive", "--longca-masks=mine")
+    assert result.ret == USAGE
+    assert says in said(result)
+
+
+def test_a_predicate_that_raises_is_named_with_the_place_where_it_did(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(MOD.format(answer="torch.zeros(2, dtype=torch.bool)[q_idx]"))
+    result = run("--longca-kernels=naive", "--longca-case=mine(seqlen_q=9,seqlen_kv=9)/b1/h1:1/d8/fp32/fwd/s0", "--longca-isolate=off")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["naive crashed: naive raised IndexError: index 2 is out of bounds*", "no picture of the mask: IndexError*"]
+    )
+
+
+def test_two_masks_of_one_name_are_a_usage_error(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(MOD.format(answer="q_idx >= kv_idx").replace('"mine"', '"causal"'))
+    result = run("--longca-kernels=naive", "--longca-masks=causal")
+    assert result.ret == USAGE
+    assert "two masks are named 'causal': rename one of them" in said(result)
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("", "--longca-case"),
+        ("causal", "--longca-case"),
+        ("casual(seqlen_q=3,seqlen_kv=3)/b1/h1:1/d8/fp32/fwd/s0", "did you mean 'causal'"),
+        ("causal(seqlen_q=3,seqlen_kv=x)/b1/h1:1/d8/fp32/fwd/s0", "--longca-case"),
+        ("causal(seqlen_q=__import__('os').getpid(),seqlen_kv=3)/b1/h1:1/d8/fp32/fwd/s0", "--longca-case"),
+        ("causal(seqlen_q=3,seqlen_kv=3)/b1/h3:2/d8/fp32/fwd/s0", "heads 3:2"),
+        ("causal(seqlen_q=-3,seqlen_kv=3)/b1/h1:1/d8/fp32/fwd/s0", "--longca-case"),
+        ("prefix_lm_document(doc_lens=2+3,prefixes=1)/b1/h1:1/d8/fp32/fwd/s0", "prefix"),
+    ],
+)
+def test_a_malformed_case_is_a_usage_error_that_says_where(run: Run, case: str, says: str) -> None:
+    result = run("--longca-kernels=naive", f"--longca-case={case}")
+    assert result.ret == USAGE
+    assert says in said(result)
+
+
+def test_a_failure_comes_with_a_file_for_upstream(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(RETURNS.format(answer="function(q, k, v)[0] * 1.01, None"))
+    case = "causal(seqlen_q=3,seqlen_kv=4)/b1/h2:1/d8/fp32/fwd_bwd/s0"
+    chosen = ("--longca-kernels=returns,naive", f"--longca-case={case}", "--longca-checks=truth")
+    result = run(*chosen, "--longca-isolate=off", "--longca-repro=upstream")
+    result.assert_outcomes(failed=1, passed=1)
+    (path,) = Path(pytester.path, "upstream").iterdir()
+    assert f"standalone: upstream/{path.name}" in result.outlines
+    assert f"# case: {case}" in path.read_text() and "put your call of returns here" in path.read_text()
+    assert "seen with: python 3." in path.read_text()
+
+
+def test_a_folder_that_cannot_be_written_costs_no_result(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(RETURNS.format(answer="function(q, k, v)[0] * 1.01, None"))
+    case = "causal(seqlen_q=3,seqlen_kv=4)/b1/h2:1/d8/fp32/fwd_bwd/s0"
+    chosen = ("--longca-kernels=returns", f"--longca-case={case}", "--longca-checks=truth")
+    result = run(*chosen, "--longca-isolate=off", "--longca-repro=conftest.py")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["returns is wrong:*", "standalone: --longca-repro: *cannot be written*"])
