@@ -415,7 +415,7 @@ def test_cudnn_gets_its_exclusive_left_window_and_alignment(mask: Any, expected:
         (GlobalSlidingWindow(300, 300, 20, 9), 3),
         (PredicateMask(lambda b, h, q, kv: ((kv > 5) & (kv < 9)) | (kv > 20) | (q > 200), 300, 300), 4),
     ],
-    ids=str,
+    ids=["prefix", "document", "global", "custom"],
 )
 def test_fa4_reads_as_few_endpoints_as_the_mask_needs(mask: Any, num_endpoints: int) -> None:
     from pytest_longca.kernels.fa4 import mask_mod_endpoints
