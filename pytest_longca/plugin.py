@@ -9,6 +9,7 @@ import pytest
 from pytest_longca import hookspecs
 from pytest_longca.collector import Collector
 from pytest_longca.errors import LongcaError
+from pytest_longca.launched import Silence, is_silent, muted
 from pytest_longca.options import OPTIONS, Option, Options, parse
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[OPTIONS_KEY] = parse(lambda option: _raw(config, option), typed=bool(typed))
     except LongcaError as error:
         raise pytest.UsageError(str(error)) from None
+    if is_silent(config.stash[OPTIONS_KEY]):
+        config.stash[OPTIONS_KEY] = muted(config.stash[OPTIONS_KEY])
+        config.pluginmanager.register(Silence(), "longca-silence")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_collector(config), "longca-collector")
     if config.stash[OPTIONS_KEY].selftest:

@@ -11,6 +11,7 @@ import pytest
 from pytest_longca.budget import Budget
 from pytest_longca.catalogue import Catalogue
 from pytest_longca.errors import DidNotRun
+from pytest_longca.launched import launched_size
 from pytest_longca.machine import Machine
 from pytest_longca.options import Options, select
 from pytest_longca.outcome import NotInstalled, Outcome, TimedOut, Unsupported
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_longca.case import Case
     from pytest_longca.checks import Verification
     from pytest_longca.parallel.mechanisms import Mechanism
-    from pytest_longca.parallel.pool import Pool
+    from pytest_longca.parallel.pool import Ranks
     from pytest_longca.sampling import LengthSource
 
 KEY = pytest.StashKey["Session"]()
@@ -34,7 +35,7 @@ class Session:
         self.options = options
         self._pluginmanager = pluginmanager
         self._executors: dict[str, Executor] = {}
-        self._pools: dict[int, Pool] = {}
+        self._pools: dict[int, Ranks] = {}
         self._process = 0
         self._verified: dict[tuple[str, str], Outcome] = {}
         self.budget = Budget(options.budget) if options.budget else None
@@ -207,12 +208,19 @@ class Session:
                 return None
         return refusals[0]
 
-    def pool(self, world: int) -> "Pool":
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """The numbers of ranks that cases are shared among: under torchrun, those that it started."""
+        size = launched_size()
+        return (size,) if size else tuple(self.options.world_sizes)
+
+    def pool(self, world: int) -> "Ranks":
         """The ranks of a world of that size, kept for all its cases."""
+        from pytest_longca.parallel.own_ranks import OwnRanks
         from pytest_longca.parallel.pool import Pool
 
         if world not in self._pools:
-            self._pools[world] = Pool(world, self.machine.device)
+            self._pools[world] = OwnRanks() if launched_size() else Pool(world, self.machine.device)
         return self._pools[world]
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from pytest_longca.case import Case
 from pytest_longca.errors import DidNotRun
 from pytest_longca.outcome import outcome_from_json
 from pytest_longca.parallel.job import sharing_to_json
-from pytest_longca.parallel.pool import Pool
+from pytest_longca.parallel.pool import Ranks
 from pytest_longca.parallel.setup import Sharing, check
 from pytest_longca.sources import Source
 
@@ -15,7 +15,7 @@ JUDGE = "pytest_longca.parallel.job:judge_case"
 
 
 def run_parallel(
-    pool: Pool,
+    pool: Ranks,
     case: Case,
     sharing: Sharing,
     kernel: str = "naive",

@@ -14,7 +14,7 @@ from pytest_longca.outcome import Outcome, Passed, Unsupported, Wrong
 from pytest_longca.parallel.check import run_parallel
 from pytest_longca.parallel.kernel import BLOCK_KERNELS, offers_blocks
 from pytest_longca.parallel.mechanisms import Mesh
-from pytest_longca.parallel.pool import Pool
+from pytest_longca.parallel.pool import Ranks
 from pytest_longca.parallel.setup import Sharing, check
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def rows(session: "Session") -> Iterator[Any]:
     for kernel in session.kernels:
         for mask in session.masks:
             for mechanism in session.mechanisms:
-                for world in options.world_sizes:
+                for world in session.world_sizes:
                     sharing = Sharing(mechanism.name, world, Mesh.parse(options.mesh) if options.mesh else None, own=mechanism)
                     refused = refusal(session, kernel, mask, sharing)
                     marks = [pytest.mark.longca_outcome(refused)] if refused else []
@@ -82,7 +82,7 @@ def run_shared(item: pytest.Item, session: "Session", kernel: str, mask: str, sh
     conclude(outcome, f"{kernel} shared by {sharing.mechanism} among {sharing.world} ranks: {outcome}\ncase: {case.id}")
 
 
-def _judged(pool: Pool, session: "Session", case: Case, kernel: str, sharing: Sharing, findings: Findings) -> tuple[Outcome, int]:
+def _judged(pool: Ranks, session: "Session", case: Case, kernel: str, sharing: Sharing, findings: Findings) -> tuple[Outcome, int]:
     """The outcome of one case, and the bytes that the busiest rank sent."""
     try:
         answer = run_parallel(pool, case, sharing, kernel, session.options.timeout, sources=session.sources)

@@ -83,7 +83,7 @@ def run_share(bound: ContextParallel, inputs: Inputs, ids: Tensor) -> dict[str, 
 
 def assemble(world: World, case: Case, shards: Shards, local: dict[str, Tensor]) -> dict[str, Tensor]:
     """The whole tensors from every rank's share: `[tokens, heads, dim]`, lse `[heads_q, tokens]`."""
-    channel = _everyone(world)
+    channel = everyone(world)
     ids = [shards.of_rank(rank) for rank in range(world.size)]
     whole = {}
     for name in (name for name in local if name != "lse"):  # the same order on every rank
@@ -121,7 +121,7 @@ def compare(case: Case, inputs: Inputs, whole: dict[str, Tensor]) -> dict[str, A
     return {"errors": errors, "rms": rms, "verdicts": kept}
 
 
-def _everyone(world: World) -> Channel:
+def everyone(world: World) -> Channel:
     """All ranks as one channel that counts nothing."""
     if world.size == 1 or not world.is_connected:
         return Channel(1, 0)

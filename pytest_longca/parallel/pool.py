@@ -11,13 +11,23 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pytest_longca.errors import DidNotRun, InvalidArgument
 from pytest_longca.outcome import Crashed, TimedOut
 from pytest_longca.processes import head_and_tail, how_it_ended, kill_group, send, settle, start
 
 GRACE_S = 1.0  # between the first failure and the end of the others, which wait for it in a collective
+
+
+class Ranks(Protocol):
+    """A world of ranks that runs functions `(World, request) -> dict`."""
+
+    def call(self, target: str, request: dict[str, Any], timeout_s: float = 60.0) -> list[dict[str, Any]]:
+        """Every rank's answer, in rank order. Raises DidNotRun if one has none."""
+
+    def close(self) -> None:
+        """End the world."""
 
 
 class Pool:

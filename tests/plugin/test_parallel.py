@@ -1,6 +1,7 @@
 """--longca-mechanisms: cells shared among ranks, judged as a whole; what does not fit says why, a rank that dies is an outcome."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,14 @@ def test_a_wrong_row_is_refused(shared: Run, pytester: pytest.Pytester, conftest
     pytester.makeconftest(conftest)
     result = shared("--longca-mechanisms=usp")
     assert result.ret == USAGE and words in said(result)
+
+
+def test_under_torchrun_the_sessions_own_ranks_share_and_rank_0_reports(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(OWN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    cells = ("--longca-mechanisms=usp", "--longca-kernels=mine,wrong", "--longca-masks=ring_mask", "--longca-dtypes=fp64")
+    result = pytester.run(*command, "-m", "pytest", "-p", "no:cacheprovider", *cells, "--longca-json=cp.jsonl")
+    assert result.ret == 1
+    assert sum("1 failed, 1 passed" in line for line in result.outlines) == 1
+    assert {record["kernel"]: record["outcome"]["kind"] for record in records()} == {"mine": "passed", "wrong": "wrong"}
+    assert len(records()) == 2 and {record["world_size"] for record in records()} == {2}

@@ -1,0 +1,36 @@
+"""A session that torchrun started on every rank: which ranks there are, and that all but rank 0 are silent. Imports no torch."""
+
+import dataclasses
+import io
+import os
+
+import pytest
+
+from pytest_longca.options import Options
+
+FILES = ("json", "html", "md", "baseline")
+
+
+def launched_size() -> int | None:
+    """How many ranks torchrun started, None without it."""
+    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() else None
+
+
+def is_silent(options: Options) -> bool:
+    """Whether rank 0 reports what this session finds."""
+    return bool(options.mechanisms) and launched_size() is not None and os.environ["RANK"] != "0"
+
+
+def muted(options: Options) -> Options:
+    """The options of a silent rank: the same cells, no files."""
+    return dataclasses.replace(options, values=options.values | dict.fromkeys(FILES))
+
+
+class Silence:
+    """A plugin that keeps a silent rank's terminal output to itself."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        reporter = session.config.pluginmanager.getplugin("terminalreporter")
+        if reporter:
+            reporter._tw = pytest.TerminalReporter(session.config, io.StringIO())._tw
