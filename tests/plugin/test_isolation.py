@@ -1,0 +1,162 @@
+"""Isolation: which process runs a case, what is left when pytest is stopped or killed, and what running out of memory becomes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from pytest_longca.errors import DidNotRun
+from pytest_longca.outcome import Crashed, OutOfMemory
+from pytest_longca.subject import kernel_errors
+from tests.plugin.conftest import Run
+from tests.unit.test_workers import dies_within
+
+KERNELS = """
+import os, time
+from pathlib import Path
+
+import torch
+from pytest_longca.kernels.naive import Naive
+
+
+class Noting(Naive):
+    name = "noting"
+
+    def bind(self, case, inputs):
+        with open(Path(__file__).parent / "pids", "a") as file:
+            print(self.name, case.id, os.getpid(), file=file)
+        return super().bind(case, inputs)
+
+
+class Other(Noting):
+    name = "other"
+
+
+class Sleeping(Noting):
+    name = "sleeping"
+
+    def bind(self, case, inputs):
+        super().bind(case, inputs)
+        time.sleep(1000)
+
+
+class Greedy(Naive):
+    name = "greedy"
+
+    def bind(self, case, inputs):
+        torch.empty(2**50)
+        return super().bind(case, inputs)
+
+
+def pytest_longca_kernels():
+    return [Noting(), Other(), Sleeping(), Greedy()]
+"""
+
+
+@pytest.fixture(autouse=True)
+def kernels(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(KERNELS)
+
+
+def noted(path: Path) -> list[tuple[str, str, int]]:
+    """(kernel, case, process) of each bind."""
+    lines = (line.split() for line in (path / "pids").read_text().splitlines())
+    return [(kernel, case, int(pid)) for kernel, case, pid in lines]
+
+
+@pytest.mark.parametrize("mode", ["auto", "kernel", "case", "off"])
+def test_the_mode_says_which_process_runs_a_case(run: Run, pytester: pytest.Pytester, mode: str) -> None:
+    chosen = ("--longca-kernels=noting,other", "--longca-masks=causal", "--longca-examples=2", "--longca-dtypes=fp32")
+    run("--benchmark-skip", *chosen, "--longca-checks=truth", f"--longca-isolate={mode}", "-k", "examples").assert_outcomes(passed=2)
+    calls = noted(pytester.path)
+    processes, of_kernels = {pid for _, _, pid in calls}, {(kernel, pid) for kernel, _, pid in calls}
+    assert (os.getpid() in processes) == (mode == "off")
+    of_cases = {(kernel, case) for kernel, case, _ in calls}
+    assert len(processes) == {"auto": 1, "kernel": 2, "off": 1, "case": len(of_cases)}[mode]
+    assert len(of_kernels) == {"case": len(of_cases)}.get(mode, 2)
+
+
+@contextmanager
+def sleeping_in_a_kernel(path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """pytest in a process of its own, and the worker in which its second kernel sleeps."""
+    chosen = ("--longca-kernels=noting,sleeping", "--longca-masks=causal", "--longca-examples=2", "--longca-dtypes=fp32")
+    options = ("-p", "no:cacheprovider", "-p", "no:randomly", "--benchmark-skip", "--longca-json=records.jsonl", "-k", "examples")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *options, *chosen], cwd=path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        yield process, _worker(process, path)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _worker(process: "subprocess.Popen[bytes]", path: Path) -> int:
+    end = time.perf_counter() + 60
+    while time.perf_counter() < end and process.poll() is None:
+        asleep = [pid for kernel, _, pid in noted(path) if kernel == "sleeping"] if (path / "pids").exists() else []
+        if asleep:
+            return asleep[0]
+        time.sleep(0.05)
+    raise AssertionError(f"the kernel was never called:\n{process.communicate()[0].decode()}")
+
+
+def test_an_interrupt_leaves_no_process_and_keeps_the_records(pytester: pytest.Pytester) -> None:
+    with sleeping_in_a_kernel(pytester.path) as (process, worker):
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=30)[0].decode()
+        assert process.returncode == pytest.ExitCode.INTERRUPTED, output
+        assert dies_within(worker, 5)
+    records = [json.loads(line) for line in (pytester.path / "records.jsonl").read_text().splitlines()]
+    assert [(record["kernel"], record["outcome"]["kind"]) for record in records] == [("noting", "passed")]
+    assert "records: records.jsonl" in output
+
+
+def test_a_killed_pytest_leaves_no_process_and_keeps_the_records(pytester: pytest.Pytester) -> None:
+    with sleeping_in_a_kernel(pytester.path) as (process, worker):
+        process.kill()
+        assert dies_within(worker, 5)
+    records = (pytester.path / "records.jsonl").read_text().splitlines()
+    assert [json.loads(record)["kernel"] for record in records] == ["noting"]
+
+
+def test_a_kernel_that_wants_more_memory_than_there_is_is_no_crash(run: Run) -> None:
+    case = "causal(seqlen_q=3,seqlen_kv=3)/b1/h1:1/d8/fp32/fwd/s0"
+    result = run("--longca-kernels=greedy", f"--longca-case={case}", "--longca-isolate=off", "-rx")
+    result.assert_outcomes(xfailed=1)
+    result.stdout.fnmatch_lines(["XFAIL*out of memory:*DefaultCPUAllocator*"])
+
+
+def refuse_host_memory() -> None:
+    torch.empty(2**50)
+
+
+def raise_(error: Exception) -> Callable[[], None]:
+    def function() -> None:
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (refuse_host_memory, OutOfMemory),
+        (raise_(MemoryError()), OutOfMemory),
+        (raise_(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 GiB")), OutOfMemory),
+        (raise_(RuntimeError("CUDA out of memory, says a kernel of its own")), Crashed),
+        (raise_(ZeroDivisionError("division by zero")), Crashed),
+    ],
+)
+def test_what_a_kernel_raises_is_told_by_its_type(call: Callable[[], None], kind: type) -> None:
+    with pytest.raises(DidNotRun) as stopped, kernel_errors("mine"):
+        call()
+    assert isinstance(stopped.value.outcome, kind)
