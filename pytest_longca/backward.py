@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pytest_longca.arithmetic import Weights
 from pytest_longca.forward import TINY, Forward, flushed, widened
-from pytest_longca.limits import DS_ROUNDINGS, Bound, Terms, bound_of, concentrated
+from pytest_longca.limits import DS_ROUNDINGS, Bound, Terms, bound_of, concentrated, fp32_steps
 from pytest_longca.operands import Operands
 from pytest_longca.sweep import Piece, RowTile
 
@@ -192,12 +192,15 @@ class _Rows:
 
 
 def _delta_rounding(ops: Operands, forward: Forward, rows: slice = slice(None)) -> Tensor:
-    """In units of u, what rounding out and, before, P costs the row-sum term D = <do, out>, `[stacks, group, rows]`."""
+    """In units of u, what rounding out, P before it and sums costs the row-sum term D = <do, out>, `[stacks, group, rows]`."""
     do, out = ops.do[:, :, rows], forward.out[:, :, rows]
     of_out = (do * out).square().sum(-1)
+    in_fp32 = ops.rounding.ratio * fp32_steps(ops.case.head_dim_v)
+    of_sum = in_fp32**2 * ops.do_norm2[:, :, rows] * out.square().sum(-1)
     # <do, V>: directions of their own, and the one that the values share.
     along_do = ops.do_norm2[:, :, rows] / ops.case.head_dim_v + (do.to(out.dtype) * ops.shared_key(ops.v)).sum(-1).square()
-    return (of_out + forward.squares[:, :, rows, 0] * along_do).sqrt()
+    of_terms = forward.squares[:, :, rows, 0] * along_do
+    return (ops.growth[:, :, rows].square() * (of_out + of_terms) + of_sum).sqrt()
 
 
 def _follows(as_rounded: Tensor, p: Tensor, value: Tensor) -> Tensor:

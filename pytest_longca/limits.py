@@ -77,10 +77,10 @@ def isotropic(dim: int, deviations: float) -> float:
 def fp32_steps(num_terms: float) -> float:
     """What a sum of products in fp32 loses, as a multiple of one rounding of its absolute sum.
 
-    One rounding of the result and two of later products; and each of the additions rounds a partial sum that grows to the
-    whole: rms RMS * (n / 3) ** 0.5 / 2 where all terms have one sign, less where they cancel.
+    One worst rounding of an operand (a scale that is folded into it) and one of the result; and each of the additions rounds a partial
+    sum that grows to the whole: rms RMS * (n / 3) ** 0.5 / 2 where all terms have one sign, less where they cancel.
     """
-    return 1.0 + 0.3 * math.sqrt(num_terms)
+    return 2.0 + 0.3 * math.sqrt(num_terms)
 
 
 def blocks_in_dtype(case: Case, tensor: str) -> int:

@@ -10,6 +10,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_a_full_verification_costs_what_it_may(seqlen: int, arithmetic: str) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=75.0)
-    end = time.monotonic() + parser.parse_args().seconds
+    end = time.monotonic() + float(parser.parse_args().seconds)
 
     def left() -> float:
         return end - time.monotonic()
@@ -152,9 +153,9 @@ def main() -> None:
         (128 * K, "compiled", 30.0),
     )
     steps: list[tuple[str, float, Callable[[], Iterator[Line]]]] = [
-        (f"errors {values}", 2.0, lambda values=values: errors("bf16", values)) for values in (Values.NORMAL, Values.BIASED, Values.PEAKED)
+        (f"errors {values}", 2.0, partial(errors, "bf16", values)) for values in (Values.NORMAL, Values.BIASED, Values.PEAKED)
     ]
-    steps += [(f"{n // K}K {a}", need, lambda n=n, a=a: costs(n, a, left)) for n, a, need in lengths]
+    steps += [(f"{seqlen // K}K {name}", need, partial(costs, seqlen, name, left)) for seqlen, name, need in lengths]
     lines: list[Line | str] = []
     for name, need, step in steps:
         if left() < need:
