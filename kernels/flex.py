@@ -84,13 +84,14 @@ def attention(q, k, v):
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """The unfused form, without the compiler that torch otherwise puts around it."""
-    with _uncompiled():
+    with uncompiled():
         out, extra = flex.flex_attention(q, k, v, **options)
     return out, extra._replace(lse=extra.lse.float())
 
 
 @contextlib.contextmanager
-def _uncompiled() -> Iterator[None]:
+def uncompiled() -> Iterator[None]:
+    """Without the compiler that torch puts around eager flex_attention."""
     before = flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
     flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     try:

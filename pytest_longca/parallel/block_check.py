@@ -1,43 +1,14 @@
 """Judge a block kernel on one segment, by the limits of any kernel: the segment is taken for the mask of a case of its own."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
 
 from pytest_longca.case import Case, Direction
 from pytest_longca.inputs import Inputs, make_inputs
 from pytest_longca.judge import Result, Verdict, judge
-from pytest_longca.mask import Device, Form, Mask, MaskMod
 from pytest_longca.parallel.kernel import BlockKernel
 from pytest_longca.parallel.segment import Segment
+from pytest_longca.parallel.segment_mask import SegmentMask
 from pytest_longca.reference import compute
-
-
-@dataclass(frozen=True, eq=False)
-class SegmentMask(Mask):
-    """A segment's row intervals as a mask."""
-
-    segment: Segment
-    name: ClassVar[str] = "segment"
-    forms: ClassVar[frozenset[Form]] = frozenset({Form.PREDICATE, Form.ROW_INTERVALS})
-    unequal_lengths: ClassVar[bool] = True
-
-    @property
-    def seqlen_q(self) -> int:
-        return self.segment.num_rows
-
-    @property
-    def seqlen_kv(self) -> int:
-        return self.segment.num_keys
-
-    def predicate(self, device: Device = "cpu") -> MaskMod:
-        dense = self.segment.dense().to(device)
-        return lambda b, h, q_idx, kv_idx: dense[q_idx, kv_idx]
-
-    def row_intervals(self, device: Device = "cpu") -> torch.Tensor:
-        return self.segment.intervals[None, None].to(device)
 
 
 def judge_block(kernel: BlockKernel, segment: Segment, dtype: str, heads: tuple[int, int] = (4, 2), head_dim: int = 64) -> list[Verdict]:

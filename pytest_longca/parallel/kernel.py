@@ -15,6 +15,7 @@ from pytest_longca.parallel.segment import Round, Segment
 INTERVALS = frozenset({Form.ROW_INTERVALS})
 BLOCK_KERNELS: dict[str, str] = {
     "naive": "pytest_longca.parallel.kernel:NaiveBlock",
+    "flex": "pytest_longca.kernels.blocks_flex:FlexBlock",
     "fa2": "pytest_longca.kernels.blocks_flash:fa2_block",
     "fa2_torch": "pytest_longca.kernels.blocks_flash:TorchFa2Block",
     "fa3": "pytest_longca.kernels.blocks_flash:Fa3Block",
