@@ -82,27 +82,16 @@ def test_a_row_of_the_table_comes_from_a_conftest(shared: Run, pytester: pytest.
     assert [record["mechanism"] for record in records()] == ["ring_of_pairs"]
 
 
-def test_a_strangers_kernel_and_mask_reach_the_ranks(shared: Run, pytester: pytest.Pytester) -> None:
+def test_strangers_reach_the_ranks_and_one_that_dies_or_is_wrong_costs_the_others_nothing(shared: Run, pytester: pytest.Pytester) -> None:
     pytester.makeconftest(OWN)
-    result = shared("--longca-mechanisms=ring_p2p", "--longca-kernels=mine", "--longca-masks=ring_mask")
-    result.assert_outcomes(passed=1)
-
-
-def test_a_rank_that_dies_is_the_cells_outcome_and_the_next_cell_runs(shared: Run, pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(OWN)
-    result = shared("--longca-mechanisms=ring_p2p", "--longca-kernels=dying,mine", "--longca-json=cp.jsonl")
-    result.assert_outcomes(passed=1, failed=1)
+    kernels = "--longca-kernels=dying,wrong,mine"
+    result = shared("--longca-mechanisms=ring_allgather", kernels, "--longca-masks=ring_mask", "--longca-json=cp.jsonl")
+    result.assert_outcomes(passed=1, failed=2)
     outcomes = {record["kernel"]: record["outcome"] for record in records()}
     assert outcomes["dying"]["kind"] == "crashed" and "exited with status 7" in outcomes["dying"]["reason"]
-    assert outcomes["mine"]["kind"] == "passed"
-
-
-def test_a_wrong_gradient_is_named(shared: Run, pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(OWN)
-    result = shared("--longca-mechanisms=ring_allgather", "--longca-kernels=wrong")
-    result.assert_outcomes(failed=1)
-    assert "wrong shared by ring_allgather among 2 ranks" in said(result) and "dk:" in said(result)
-    assert "dq:" not in said(result)
+    assert outcomes["wrong"]["kind"] == "wrong" and outcomes["mine"]["kind"] == "passed"
+    message = next(line for line in result.outlines if "wrong shared by ring_allgather among 2 ranks" in line)
+    assert "dk:" in message and "dq:" not in message
 
 
 def test_a_mesh_of_another_size_than_the_world_is_skipped_with_its_reason(shared: Run) -> None:

@@ -1,4 +1,4 @@
-"""FlexAttention as a block kernel: its forward eagerly, and the rule by which a block's own autograd gives its part of a merged backward."""
+"""FlexAttention as a block kernel: its forward eagerly, and the rule by which its own autograd gives its part of a merged backward."""
 
 import pytest
 import torch
