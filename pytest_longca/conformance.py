@@ -3,7 +3,7 @@
 import functools
 import platform
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -119,6 +119,7 @@ def finish(
     lines = [f"replay: {replay}"]
     if isinstance(outcome, Wrong | Crashed | TimedOut) and session.options.repro:
         lines.append(_standalone(session, kernel, case, verification))
+    findings.facts |= _drawing(case, verification) if isinstance(outcome, Wrong) else {}
     keep(item, record(session, stage, kernel, case.mask.name, outcome, findings, **about))
     conclude(outcome, "\n".join([_message(kernel, case, verification), *lines]))
 
@@ -209,6 +210,16 @@ def _picture(case: "Case", verification: "Verification") -> str:
         return draw(case, verification.findings)
     except Exception as error:  # a user's mask_mod may raise anything, which must not hide what failed
         return f"no picture of the mask: {type(error).__name__}: {error}"
+
+
+def _drawing(case: "Case", verification: "Verification") -> dict[str, Any]:
+    """The fact of which the page makes its image: the mask in at most 64 x 64 tiles, and what is wrong in it."""
+    from pytest_longca.picture import drawing_of
+
+    try:
+        return {"drawing": asdict(drawing_of(case, verification.findings))}
+    except Exception:  # as for the text: what failed is told without it
+        return {}
 
 
 def versions(kernel: "Kernel") -> dict[str, str]:

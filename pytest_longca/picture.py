@@ -1,10 +1,13 @@
-"""A failing mask as a small text picture: visible tiles, the tiles and rows that are wrong, and where the first one is. Plain ASCII."""
+"""A failing mask as a small picture: its visible tiles, and the rows and keys that are wrong."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from pytest_longca.drawing import Drawing, as_text
+from pytest_longca.predicates import check_predicate_result
 
 if TYPE_CHECKING:
     from pytest_longca.case import Case
@@ -15,24 +18,37 @@ WIDTH = 40
 """Columns and rows of a picture, at most."""
 SAMPLES = 8
 """Queries and keys looked at in each cell of a picture of a long mask, in each direction."""
-LEGEND = "# all visible, + some, . none; X wrong there"
 
 
-def draw(case: "Case", findings: Sequence["Finding"] = (), width: int = WIDTH) -> str:
-    """The case's mask where the first finding that has a place is, with all wrong rows and keys of that batch and head marked."""
+def drawing_of(case: "Case", findings: Sequence["Finding"] = (), width: int = WIDTH) -> Drawing:
+    """The case's mask where the first finding that has a place is, with all wrong rows and keys of that batch and head."""
     places = [finding.place for finding in findings if finding.place]
     first: dict[str, Any] = places[0] if places else {}
     batch, head = int(first.get("batch") or 0), int(first.get("head") or 0)
     here = [place for place in places if (place.get("batch") or 0, place.get("head") or 0) == (batch, head)]
     rows = {row for place in here for row in place.get("rows") or ()}
     keys = {key for place in here for key in place.get("keys") or ()}
-    return picture(case.mask, batch % case.mask.batch, head % case.mask.heads, rows, keys, width)
+    return drawing(case.mask, batch % case.mask.batch, head % case.mask.heads, rows, keys, width)
+
+
+def drawing(mask: "Mask", batch: int = 0, head: int = 0, rows: Iterable[int] = (), keys: Iterable[int] = (), width: int = WIDTH) -> Drawing:
+    """One batch and head of a mask, with wrong rows and keys."""
+    tile = max(1, -(-max(mask.seqlen_q, mask.seqlen_kv) // width))
+    density = tile_density(mask, batch, head, tile)
+    cells = tuple("".join("#" if cell == 1 else "." if cell == 0 else "+" for cell in row) for row in density.tolist())
+    # A finding about another case (the one before, say) may name rows that this mask does not have.
+    wrong_rows = {row // tile for row in rows if row < mask.seqlen_q}
+    wrong_keys = {key // tile for key in keys if key < mask.seqlen_kv}
+    return Drawing(_title(mask, batch, head, tile), cells, tuple(sorted(wrong_rows)), tuple(sorted(wrong_keys)))
+
+
+def draw(case: "Case", findings: Sequence["Finding"] = (), width: int = WIDTH) -> str:
+    """The case's mask as text, where it is wrong."""
+    return as_text(drawing_of(case, findings, width))
 
 
 def picture(mask: "Mask", batch: int = 0, head: int = 0, rows: Iterable[int] = (), keys: Iterable[int] = (), width: int = WIDTH) -> str:
-    """One batch and head of a mask: a character is a tile of queries and keys, `X` where a wrong row meets a wrong key.
-
-    Wrong rows alone are marked `<` at the right edge, wrong keys alone `^` below.
+    """One batch and head of a mask as text.
 
     >>> from pytest_longca.masks.regular import Causal
     >>> print(picture(Causal(4, 4), rows=[1], keys=[2]))
@@ -43,25 +59,13 @@ def picture(mask: "Mask", batch: int = 0, head: int = 0, rows: Iterable[int] = (
     ####
       ^
     """
-    tile = max(1, -(-max(mask.seqlen_q, mask.seqlen_kv) // width))
-    density = tile_density(mask, batch, head, tile)
-    cells = [["#" if cell == 1 else "." if cell == 0 else "+" for cell in row] for row in density.tolist()]
-    # A finding about another case (the one before, say) may name rows that this mask does not have.
-    bad_rows = sorted({row // tile for row in rows if row < mask.seqlen_q})
-    bad_keys = sorted({key // tile for key in keys if key < mask.seqlen_kv})
-    for row in bad_rows:
-        for key in bad_keys:
-            cells[row][key] = "X"
-    lines = ["".join(row) + (" <" if number in bad_rows else "") for number, row in enumerate(cells)]
-    if bad_keys:
-        lines.append("".join("^" if column in bad_keys else " " for column in range(bad_keys[-1] + 1)))
-    return "\n".join([_title(mask, batch, head, tile), *lines])
+    return as_text(drawing(mask, batch, head, rows, keys, width))
 
 
 def _title(mask: "Mask", batch: int, head: int, tile: int) -> str:
     size = "one character each" if tile == 1 else f"a character is {tile} x {tile}"
     where = "".join(f", {name} {index}" for name, index, many in (("batch", batch, mask.batch), ("head", head, mask.heads)) if many > 1)
-    return f"{mask.name}{where}, {mask.seqlen_q} queries (down) x {mask.seqlen_kv} keys, {size}: {LEGEND}"
+    return f"{mask.name}{where}, {mask.seqlen_q} queries (down) x {mask.seqlen_kv} keys, {size}"
 
 
 def tile_density(mask: "Mask", batch: int, head: int, tile: int) -> Tensor:
@@ -69,7 +73,9 @@ def tile_density(mask: "Mask", batch: int, head: int, tile: int) -> Tensor:
     rows, row_tile = _positions(mask.seqlen_q, tile)
     keys, key_tile = _positions(mask.seqlen_kv, tile)
     b, h = torch.tensor(batch), torch.tensor(head)
-    visible = mask.predicate("cpu")(b, h, rows[:, None], keys[None, :]).expand(len(rows), len(keys)).double()
+    seen = mask.predicate("cpu")(b, h, rows[:, None], keys[None, :])
+    check_predicate_result(mask.label, seen, (len(rows), len(keys)))
+    visible = seen.expand(len(rows), len(keys)).double()
     shape = (-(-mask.seqlen_q // tile), -(-mask.seqlen_kv // tile))
     sums = torch.zeros(shape, dtype=torch.float64)
     index = (row_tile[:, None].expand_as(visible), key_tile[None, :].expand_as(visible))

@@ -96,10 +96,11 @@ def run_examples(item: pytest.Item, session: "Session", kernel: str, mask: str) 
     except FlakyFailure:
         assert search.failed
         case, verification = search.failed
-        verification = dataclasses.replace(verification, outcome=Wrong(str(verification.outcome), reproducible=False))
-        finish(item, session, "examples", kernel, case, verification, search.findings)
+        search.failed = case, dataclasses.replace(verification, outcome=Wrong(str(verification.outcome), reproducible=False))
     except CheckFailed:
         assert search.failed
+    # Outside of the handlers, so that the report is not chained to Hypothesis' own exception.
+    if search.failed:
         finish(item, session, "examples", kernel, *search.failed, search.findings)
     if search.excused:
         finish(item, session, "examples", kernel, *search.excused, search.findings)

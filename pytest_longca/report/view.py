@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from pytest_longca.drawing import svg_of_facts
 from pytest_longca.report.figures import (
     fraction_of_peak,
     median_ms,
@@ -22,7 +23,7 @@ from pytest_longca.report.record import Record
 from pytest_longca.report.verdict import Comparison, Row, Verdict
 
 FIELDS = (
-    "kernel", "mask", "stage", "kind", "reason", "shape", "case", "direction", "heads", "blocks", "replay",
+    "kernel", "mask", "stage", "kind", "reason", "shape", "case", "direction", "heads", "blocks", "replay", "drawing",
     "seqlen", "world", "examples", "median_ms", "p20_ms", "p80_ms", "tflop_per_s", "of_peak", "peak_bytes",
     "plan_ms", "compile_ms", "launch_ms", "error", "errors", "is_trusted",
 )  # fmt: skip
@@ -77,6 +78,7 @@ def _row(record: Record, strings: Strings, is_trusted: bool) -> list[Any]:
         "heads": f"{heads}:{record.shape['heads_kv']} d{record.shape['head_dim']} {record.shape['dtype']}" if heads else "",
         "blocks": record.shape.get("blocks", ""),
         "replay": record.replay or "",
+        "drawing": svg_of_facts(record.facts) if "drawing" in record.facts else "",
         "seqlen": seqlen(record),
         "world": record.world_size,
         "examples": record.num_examples,

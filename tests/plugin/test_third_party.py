@@ -1,5 +1,6 @@
 """What strangers bring: kernels, masks and tests of their own, and what they are told when something is wrong with them."""
 
+import json
 import re
 import subprocess
 import sys
@@ -171,16 +172,20 @@ def test_a_malformed_case_is_a_usage_error_that_says_where(run: Run, case: str, 
     assert says in said(result)
 
 
-def test_a_failure_comes_with_a_file_for_upstream(run: Run, pytester: pytest.Pytester) -> None:
+def test_a_failure_comes_with_a_file_for_upstream_and_a_drawing_in_its_record(run: Run, pytester: pytest.Pytester) -> None:
     pytester.makeconftest(RETURNS.format(answer="function(q, k, v)[0] * 1.01, None"))
     case = "causal(seqlen_q=3,seqlen_kv=4)/b1/h2:1/d8/fp32/fwd_bwd/s0"
     chosen = ("--longca-kernels=returns,naive", f"--longca-case={case}", "--longca-checks=truth")
-    result = run(*chosen, "--longca-isolate=off", "--longca-repro=upstream")
+    result = run(*chosen, "--longca-isolate=off", "--longca-repro=upstream", "--longca-json=out.jsonl")
     result.assert_outcomes(failed=1, passed=1)
     (path,) = Path(pytester.path, "upstream").iterdir()
     assert f"standalone: upstream/{path.name}" in result.outlines
     assert f"# case: {case}" in path.read_text() and "put your call of returns here" in path.read_text()
     assert "seen with: python 3." in path.read_text()
+    records = [json.loads(line) for line in Path(pytester.path, "out.jsonl").read_text().splitlines()]
+    drawings = {record["kernel"]: record["facts"].get("drawing") for record in records}
+    assert drawings["returns"]["cells"] == ["##..", "###.", "####"] and drawings["returns"]["wrong_rows"]
+    assert drawings["naive"] is None
 
 
 def test_a_folder_that_cannot_be_written_costs_no_result(run: Run, pytester: pytest.Pytester) -> None:

@@ -43,7 +43,7 @@ def test_a_hang_is_killed_and_reported(judge: Run) -> None:
 def test_a_kernel_that_returns_none_is_wrong_and_told_what_to_return(judge: Run) -> None:
     result = judge("--longca-kernels=returns_none", "-k", "examples")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["returns_none is wrong: forward returned None: it must return (out, lse or None)"])
+    result.stdout.fnmatch_lines(["returns_none is wrong: truth: out: forward returned None: it must return (out, lse or None)"])
 
 
 def test_records_hold_outcome_verdicts_and_the_replay_line(judge: Run, pytester: pytest.Pytester) -> None:

@@ -1,14 +1,20 @@
 """The picture of a failing mask."""
 
+import json
+from dataclasses import asdict
+from typing import Any
+from xml.etree import ElementTree
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_longca.case import Case
+from pytest_longca.drawing import WRONG, svg, svg_of_facts
 from pytest_longca.mask import PredicateMask
 from pytest_longca.masks.document import CausalDocument
 from pytest_longca.masks.regular import Causal, CausalSlidingWindow
-from pytest_longca.picture import draw, picture
+from pytest_longca.picture import draw, drawing, picture
 from pytest_longca.subject import Finding
 
 
@@ -68,3 +74,42 @@ def test_rows_and_keys_beyond_the_mask_are_left_out() -> None:
     text = picture(Causal(4, 4), rows=[1, 99], keys=[2, 77])
     assert text.splitlines()[2] == "##X. <"
     assert text.count("<") == 1
+
+
+def paths(image: str) -> list[dict[str, str]]:
+    """The attributes of an SVG's paths; it must be well-formed."""
+    root = ElementTree.fromstring(image)
+    return [dict(element.attrib) for element in root if element.tag.endswith("path")]
+
+
+def test_the_image_shows_what_the_text_shows() -> None:
+    found = drawing(Causal(4, 4), rows=[1], keys=[2])
+    visible, row, key = paths(svg(found))
+    assert visible["d"] == "M0 0h1v1h-1zM0 1h2v1h-2zM0 2h3v1h-3zM0 3h4v1h-4z"
+    assert (row["d"], key["d"]) == ("M0 1h4v1h-4z", "M2 0h1v4h-1z")
+    assert row["fill"] == key["fill"] == WRONG != visible["fill"]
+    assert 'viewBox="0 0 4 4"' in svg(found)
+
+
+def test_a_partly_visible_tile_is_paler_than_a_full_one() -> None:
+    full, partial = paths(svg(drawing(Causal(640, 640))))
+    assert float(partial["fill-opacity"]) < float(full["fill-opacity"])
+
+
+def test_an_image_survives_the_way_through_a_record_and_is_small() -> None:
+    found = drawing(CausalSlidingWindow(8192, 8192, window=1024), rows=range(100, 200))
+    facts = json.loads(json.dumps({"drawing": asdict(found)}))
+    assert svg_of_facts(facts) == svg(found)
+    assert len(json.dumps(facts)) < 5000 and len(svg(found)) < 10_000
+
+
+@pytest.mark.parametrize("facts", [{}, {"drawing": None}, {"drawing": {"title": "x"}}, {"drawing": {"title": "", "cells": 1}}])
+def test_facts_without_a_drawing_have_no_image(facts: dict[str, Any]) -> None:
+    assert svg_of_facts(facts) == ""
+
+
+def test_nothing_of_a_record_gets_into_an_image_as_markup() -> None:
+    hostile = "</title><script>alert(1)</script>\"'"
+    fields = {"title": hostile, "cells": [hostile, "#"], "wrong_rows": [0], "wrong_keys": ["1"]}
+    image = svg_of_facts({"drawing": fields})
+    assert "<script" not in image and len(ElementTree.fromstring(image)) == 4

@@ -45,6 +45,7 @@ header().click();
 said.ascending = cells().slice(0, 3);
 document.querySelector("#heat td.wrong button").click();
 said.detail = document.getElementById("detail").textContent;
+said.drawn = [...document.querySelectorAll("#detail .drawings svg path")].filter(path => path.getBBox().width > 0).length;
 said.width = document.documentElement.scrollWidth - document.documentElement.clientWidth;
 const output = document.createElement("output");
 output.id = "said";
@@ -65,7 +66,9 @@ def records(count: int) -> list[Record]:
         figures = {"samples_ms": [1.0 + number / count] * 30, "flop": 10**11, "plan_ms": 1.0, "peak_bytes": 2**30}
         verdicts = [{"tensor": "out", "error_over_limit": 0.3}]
         found.append(Record(stage="timing", outcome=Passed().to_json(), verdicts=verdicts, **common, **figures))
-    found[0] = Record(stage="examples", kernel="naive", mask="full", outcome=Wrong(f"slow and off {HOSTILE}").to_json())
+    drawing = {"title": HOSTILE, "cells": ["#.", "##"], "wrong_rows": [1], "wrong_keys": []}
+    wrong = {"outcome": Wrong(f"slow and off {HOSTILE}").to_json(), "facts": {"drawing": drawing}}
+    found[0] = Record(stage="examples", kernel="naive", mask="full", **wrong)
     found[1] = Record(stage="examples", kernel=HOSTILE, mask="full", outcome=Unsupported("takes no mask").to_json())
     return found
 
@@ -101,6 +104,7 @@ def test_page_draws_filters_and_sorts_and_treats_names_as_data(size: str, tmp_pa
     assert said["ascending"] == sorted(said["ascending"])
     assert said["ascending"][0] < said["descending"][0]
     assert "slow and off <img" in said["detail"]
+    assert said["drawn"] == 2, "the visible tiles and the wrong row"
     assert said["width"] <= 0, "nothing but the tables scrolls sideways"
 
 

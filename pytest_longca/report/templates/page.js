@@ -158,14 +158,21 @@ function heatCell(kernel, mask, metric, values, most) {
   return make("td", { class: kind }, button);
 }
 
+// The image of a failing mask, made by the report from the record's tiles and nothing else of it but an escaped title.
+function drawn(text) {
+  const svg = document.importNode(new DOMParser().parseFromString(text, "image/svg+xml").documentElement, true);
+  return make("figure", {}, svg, make("figcaption", { class: "quiet" }, svg.getAttribute("aria-label")));
+}
+
 function showDetail(kernel, mask) {
   const records = RECORDS.filter(r => r.kernel === kernel && r.mask === mask);
   const reasons = unique(records.map(r => r.reason)).filter(Boolean);
   const lines = reasons.map(reason => make("p", { class: "reason" }, reason));
   const replays = unique(records.filter(r => r.kind !== "passed").map(r => r.replay)).filter(Boolean).map(replay => make("p", {}, make("code", {}, replay)));
+  const drawings = unique(records.map(r => r.drawing)).filter(Boolean).map(drawn);
   const timed = make("div");
   $("detail").hidden = false;
-  $("detail").replaceChildren(make("h3", {}, `${kernel} on ${mask}: ${DATA.marks[CELLS.get(kernel + "\n" + mask)].meaning}`), ...lines, ...replays, timed);
+  $("detail").replaceChildren(make("h3", {}, `${kernel} on ${mask}: ${DATA.marks[CELLS.get(kernel + "\n" + mask)].meaning}`), ...lines, ...replays, make("div", { class: "drawings" }, ...drawings), timed);
   new Table(timed, COLUMNS.slice(2, -1), { page: 12 }).show(records);
 }
 
