@@ -27,6 +27,8 @@ CPU_QUERY_BLOCKS = ((768, 256), (192, 64), (0, 32))
 """(from so many queries, block of queries): after each block torch's CPU attention rounds dk and dv to their dtype."""
 CPU_KEY_BLOCK = 512
 """The block of keys after which it rounds dq."""
+MATRIX_TERMS = 16
+"""Products of half precision that a matrix unit adds at a time; it cuts each sum off to fp32 instead of rounding it."""
 RMS = 0.83
 """Root mean square of one rounding, in units of u."""
 
@@ -81,6 +83,15 @@ def fp32_steps(num_terms: float) -> float:
     sum that grows to the whole: rms RMS * (n / 3) ** 0.5 / 2 where all terms have one sign, less where they cancel.
     """
     return 2.0 + 0.3 * math.sqrt(num_terms)
+
+
+def truncation(num_terms: int, rounding: Rounding) -> float:
+    """The share of a sum that matrix units of half precision lose towards 0, in all rows alike.
+
+    Each step of MATRIX_TERMS products cuts off 2^-24 of what has been added up so far on average, and at most twice that; what has been
+    added up is half of the whole where it grows evenly.
+    """
+    return num_terms / MATRIX_TERMS * 2.0**-24 if rounding.unit > 2.0**-20 else 0.0
 
 
 def blocks_in_dtype(case: Case, tensor: str) -> int:
@@ -191,7 +202,7 @@ def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int, de
     floor = dim**0.5 * rounding.smallest * (1 if rounding.flush else num_terms)
     flush = torch.full_like(size2, floor) if terms.flushed is None else torch.linalg.vector_norm(terms.flushed, dim=-1) + floor
     # fp32's errors of scores that are alike are alike.
-    shared = flush + SCALE * rounding.unit * (terms.growth - 1) * size2.sqrt()
+    shared = flush + (SCALE * rounding.unit * (terms.growth - 1) + truncation(num_terms, rounding)) * size2.sqrt()
     if terms.evenness is not None:
         shared = shared + 2 * rounding.unit * terms.evenness * size2.sqrt()
     if terms.common is not None:  # only along what all terms share does it add up over the rows
