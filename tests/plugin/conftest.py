@@ -70,6 +70,13 @@ def pytest_longca_kernels():
 Run = Callable[..., pytest.RunResult]
 
 
+@pytest.fixture(autouse=True)
+def is_no_xdist_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An inner session is not the xdist worker that its test may run in: timings there are switched off."""
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def run(pytester: pytest.Pytester) -> Run:
     """Run pytest in a fresh directory, in this process, with few examples and no cache."""
