@@ -49,6 +49,7 @@ class CudnnFlex(Kernel):
         sizes = (case.head_dim, case.head_dim_v)
         rules = (
             (max(sizes) > 128 and sizes not in LARGE_HEAD_DIMS, f"takes head dims up to 128, (192, 128) and (256, 256), not {sizes}"),
+            (1 in (case.seqlen_q, case.seqlen_kv), "takes no sequence of one token: it raises RuntimeError on its strides (seen in 1.32)"),
             (case.mask.batch > 1 and case.mask.heads > 1, "takes a mask that differs by batch or by head, not both"),
         )
         return next((reason for broken, reason in rules if broken), None)

@@ -116,9 +116,7 @@ def _report(options: argparse.Namespace) -> int:
 def _recommend(options: argparse.Namespace) -> int:
     from pytest_longca.report.recommend import make_case, recommend, render_advice
 
-    case = make_case(
-        options.mask, options.heads[0], options.head_dim, options.dtype, options.direction, options.lengths, options.tokens
-    )
+    case = make_case(options.mask, options.heads[0], options.head_dim, options.dtype, options.direction, options.lengths, options.tokens)
     print(render_advice(case, recommend(_all_records(options.records), case, options.ranks)))
     return 0
 

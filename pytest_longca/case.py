@@ -81,7 +81,9 @@ class Case:
         if self.dtype not in DTYPES:
             raise InvalidArgument(f"dtype {self.dtype!r}: one of {', '.join(DTYPES)}")
         if self.mask.heads not in (1, self.heads_q):
-            raise InvalidArgument(f"the mask has {self.mask.heads} heads and the case {self.heads_q} query heads: they must be equal, or the mask's 1")
+            raise InvalidArgument(
+                f"the mask has {self.mask.heads} heads and the case {self.heads_q} query heads: they must be equal, or the mask's 1"
+            )
         if self.mask.batch not in (1, self.batch):
             raise InvalidArgument(f"the mask has batch {self.mask.batch} and the case {self.batch}: they must be equal, or the mask's 1")
 

@@ -133,8 +133,7 @@ class NotVerified(_Base):
 Outcome = Passed | Wrong | KnownWrong | Unsupported | NotInstalled | OutOfMemory | Crashed | TimedOut | NotVerified
 
 OUTCOMES: dict[str, type[_Base]] = {
-    cls.kind: cls
-    for cls in (Passed, Wrong, KnownWrong, Unsupported, NotInstalled, OutOfMemory, Crashed, TimedOut, NotVerified)
+    cls.kind: cls for cls in (Passed, Wrong, KnownWrong, Unsupported, NotInstalled, OutOfMemory, Crashed, TimedOut, NotVerified)
 }
 
 

@@ -19,7 +19,6 @@ FAULTY = frozenset({"wrong", "known_wrong", "crashed", "timed_out"})
 SKIPPED = frozenset({"unsupported", "not_installed", "not_verified"})
 
 
-
 def compare(
     baseline: Sequence[Record],
     new: Sequence[Record],
@@ -205,4 +204,3 @@ class _Times:
 def two_looks(values: Sequence[float]) -> list[Sequence[float]]:
     """The values split into two disjoint looks, every other one, so that a drift during the run falls on both."""
     return [look for look in (values[0::2], values[1::2]) if look]
-

@@ -127,9 +127,7 @@ def make_case(
     if num_tokens is None:
         raise InvalidArgument("how many tokens? give --tokens, or --lengths with a list of document lengths")
     built = Catalogue().mask(mask).default(num_tokens, 0, lengths=source)
-    return Case(
-        mask=built, heads_q=heads[0], heads_kv=heads[1], head_dim=head_dim, dtype=dtype, direction=Direction(direction)
-    )
+    return Case(mask=built, heads_q=heads[0], heads_kv=heads[1], head_dim=head_dim, dtype=dtype, direction=Direction(direction))
 
 
 @dataclass(frozen=True, slots=True)

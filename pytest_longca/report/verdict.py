@@ -45,6 +45,7 @@ MEANING: dict[Verdict, str] = {
 REGRESSIONS = frozenset(list(Verdict)[: list(Verdict).index(Verdict.OTHER_DEVICE)])
 ALLOWED = frozenset({Verdict.OK, Verdict.TOO_NOISY})
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """How much worse is too much: fractions that must be caught, None leaves the quantity alone.

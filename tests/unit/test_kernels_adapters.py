@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -347,6 +347,7 @@ def test_regular_masks_reach_fa3_as_they_are(case: Case) -> None:
 @given(case=half_cases(HETEROGENEOUS, max_seqlen=300))
 @settings(ONCE, max_examples=20)
 def test_heterogeneous_masks_reach_the_backend_as_they_are(name: str, case: Case) -> None:
+    assume(case.seqlen_q > 1 or name != "cudnn_flex")  # which refuses a sequence of one token
     check(name, case)
 
 
