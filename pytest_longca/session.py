@@ -21,6 +21,7 @@ from pytest_longca.workers import START_TIMEOUT_S, Executor, InProcess, Worker
 if TYPE_CHECKING:
     from pytest_longca.case import Case
     from pytest_longca.checks import Verification
+    from pytest_longca.kernel import Kernel
     from pytest_longca.parallel.mechanisms import Mechanism
     from pytest_longca.parallel.pool import Ranks
     from pytest_longca.sampling import LengthSource
@@ -47,11 +48,14 @@ class Session:
 
     @functools.cached_property
     def kernels(self) -> tuple[str, ...]:
-        """The kernels to judge: those asked for, or all that are installed."""
+        """The kernels to judge: those asked for, or all that are installed and run on this kind of device."""
         wanted = select("kernel", self.options.kernels, self.catalogue.kernel_names)
         if self.options.kernels is not None:
             return wanted
-        return tuple(name for name in wanted if self.catalogue.kernel(name).missing() is None)
+        return tuple(name for name in wanted if self._is_at_home(self.catalogue.kernel(name)))
+
+    def _is_at_home(self, kernel: "Kernel") -> bool:
+        return kernel.missing() is None and self.machine.device in kernel.capabilities.devices
 
     @functools.cached_property
     def masks(self) -> tuple[str, ...]:
@@ -136,7 +140,7 @@ class Session:
     @functools.cached_property
     def machine(self) -> Machine:
         """The machine as a worker sees it; this process never initialises CUDA."""
-        fields = self.executor(self.kernels[0] if self.kernels else "").call({"op": "machine"}, START_TIMEOUT_S)
+        fields = self.executor("").call({"op": "machine"}, START_TIMEOUT_S)
         capability = fields.pop("capability")
         return Machine(capability=tuple(capability) if capability else None, **fields)
 
