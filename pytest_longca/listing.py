@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from pytest_longca.outcome import NotVerified
+from pytest_longca.report.matrix import LISTED
 from pytest_longca.report.record import Record
 from pytest_longca.report.terminal import render
 
@@ -17,5 +18,5 @@ def listing(session: "Session") -> str:
     for kernel in names:
         for mask in session.masks:
             outcome = session.cell_refusal(kernel, mask) or NotVerified("would run")
-            records.append(Record(stage="case", kernel=kernel, mask=mask, outcome=outcome.to_json(), reason=str(outcome)))
+            records.append(Record(stage=LISTED, kernel=kernel, mask=mask, outcome=outcome.to_json(), reason=str(outcome)))
     return render(records)

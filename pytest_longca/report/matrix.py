@@ -19,6 +19,9 @@ class Mark:
 
 FORWARD_ONLY = "forward_only"
 UNTIMED = "untimed"
+WOULD_RUN = "would_run"
+LISTED = "list"
+"""The stage of records of --longca-list, which runs nothing."""
 
 MARKS: dict[str, Mark] = {
     "wrong": Mark("WRONG", "red", "disagrees with the reference"),
@@ -30,6 +33,7 @@ MARKS: dict[str, Mark] = {
     "passed": Mark("ok", "green", "outputs and gradients passed"),
     FORWARD_ONLY: Mark("fwd", "green", "passed, forward only"),
     UNTIMED: Mark("ok*", "green", "passed, and not timed: the reason is told"),
+    WOULD_RUN: Mark("run", "green", "would run"),
     "unsupported": Mark("-", "blue", "not supported"),
     "not_installed": Mark("absent", "blue", "not installed"),
 }
@@ -88,6 +92,8 @@ def _ordered(names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
 
 def cell_kind(records: Sequence[Record]) -> str:
     """The outcome that stands for a cell: the gravest. What passed may be forward only, or lack nothing but a time."""
+    if any(_would_run(record) for record in records):
+        return WOULD_RUN
     passed = [record for record in records if record.kind == "passed"]
     judged = [record for record in records if not _lacks_a_time(record)] if passed else records
     kinds = {record.kind for record in judged}
@@ -99,6 +105,10 @@ def cell_kind(records: Sequence[Record]) -> str:
     return UNTIMED if len(judged) < len(records) else kind
 
 
+def _would_run(record: Record) -> bool:
+    return record.stage == LISTED and record.kind == "not_verified"
+
+
 def _lacks_a_time(record: Record) -> bool:
     return record.kind == "not_verified" and record.stage == "timing"
 
@@ -108,7 +118,7 @@ def _reasons(records: Iterable[Record]) -> list[Reason]:
     order = list(MARKS)
     found: dict[tuple[str, str, str], dict[str, str | None]] = {}
     for record in records:
-        if record.kind != "passed":
+        if record.kind != "passed" and not _would_run(record):
             key = (record.kind, column(record), _impersonal(record))
             found.setdefault(key, {}).setdefault(record.mask, record.replay)
     return [
