@@ -10,7 +10,6 @@ A row that sees nothing: undefined upstream (it reads before its list), so such 
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,8 +25,6 @@ from pytest_longca.mask import Form
 
 BLOCK = 64
 FASTVIDEO = Requirement(distribution="fastvideo-kernel", at_least="0.3.2", how="pip install fastvideo-kernel")
-
-SparseOp = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Vsa(Kernel):

@@ -134,11 +134,6 @@ class ExplicitMap:
         return cls(heads, num_blocks_q, num_blocks_kv, int(digits or "0", 2).to_bytes(size, "big").hex())
 
     @property
-    def group(self) -> int:
-        """How many query heads are known to share a map: all if there is one."""
-        return 1
-
-    @property
     def token(self) -> str:
         """The map in an id."""
         return f"bits:{self.heads}x{self.num_blocks_q}x{self.num_blocks_kv}:{self.bits}"

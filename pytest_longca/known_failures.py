@@ -18,7 +18,7 @@ from pytest_longca.case import Case
 from pytest_longca.errors import InvalidArgument, unknown_name
 from pytest_longca.kernel import Kernel
 from pytest_longca.machine import Machine
-from pytest_longca.outcome import Crashed, NotVerified, Outcome, Passed, Wrong
+from pytest_longca.outcome import Crashed, Outcome, Passed, Wrong
 
 
 def has_rows_without_keys(case: Case) -> bool:
@@ -103,7 +103,7 @@ def due(kernel: Kernel, machine: Machine, entries: Iterable[Entry] | None = None
 
 def stale(entry: Entry, outcome: Outcome) -> str | None:
     """Why the entry is stale, given what became of its smallest case; None if it is not, or if nothing can be said."""
-    if isinstance(outcome, NotVerified) or not isinstance(outcome, Passed | Wrong | Crashed) or entry.describes(outcome):
+    if not isinstance(outcome, Passed | Wrong | Crashed) or entry.describes(outcome):
         return None
     if isinstance(outcome, Passed):
         if entry.intermittent:

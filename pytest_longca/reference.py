@@ -44,26 +44,6 @@ class Reference:
     dv: Tensor | None = None
     bounds: dict[str, Bound] = field(default_factory=dict)
 
-    @property
-    def scale_out(self) -> Tensor:
-        """Norm of each row's sum of absolute terms P |V|."""
-        return self.bounds["out"].scale
-
-    @property
-    def scale_dq(self) -> Tensor:
-        """Norm of each row's sum of absolute terms |dS| |K|."""
-        return self.bounds["dq"].scale
-
-    @property
-    def scale_dk(self) -> Tensor:
-        """Norm of each row's sum of absolute terms |dS| |Q|."""
-        return self.bounds["dk"].scale
-
-    @property
-    def scale_dv(self) -> Tensor:
-        """Norm of each row's sum of absolute terms P |dO|."""
-        return self.bounds["dv"].scale
-
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor of the reference."""
         yield from (x for x in (self.out, self.lse, self.dq, self.dk, self.dv) if x is not None)

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from pytest_longca.budget import Budget
 from pytest_longca.catalogue import Catalogue
 from pytest_longca.errors import DidNotRun
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
     from pytest_longca.parallel.mechanisms import Mechanism
     from pytest_longca.parallel.pool import Ranks
     from pytest_longca.sampling import LengthSource
-
-KEY = pytest.StashKey["Session"]()
 
 
 class Session:

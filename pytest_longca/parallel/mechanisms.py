@@ -28,10 +28,6 @@ class Mesh:
         """Ranks among which tokens are laid out before Ulysses cuts each share once more."""
         return self.outer * self.inner
 
-    def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(outer, inner, heads) place of a rank."""
-        return rank // (self.inner * self.heads), rank // self.heads % self.inner, rank % self.heads
-
     def members(self, rank: int, axis: str) -> tuple[int, ...]:
         """The ranks along one axis through `rank`, in order."""
         stride = {"outer": self.inner * self.heads, "inner": self.heads, "heads": 1}[axis]

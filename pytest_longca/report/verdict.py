@@ -93,11 +93,6 @@ class Row:
     def verdict(self) -> Verdict:
         return self.findings[0].verdict
 
-    @property
-    def time_change(self) -> float | None:
-        """The relative change of the time, if it was compared."""
-        return next((finding.change for finding in self.findings if finding.quantity == "time"), None)
-
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
