@@ -5,11 +5,12 @@ import platform
 import subprocess
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, assert_never
 
 import pytest
 
 from pytest_longca import __version__
+from pytest_longca.budget import stage_of
 from pytest_longca.checknames import select_checks
 from pytest_longca.collector import PROPERTY
 from pytest_longca.errors import LongcaError
@@ -113,7 +114,7 @@ def finish(
     item: pytest.Item, session: "Session", stage: str, kernel: str, case: "Case", verification: "Verification", findings: Findings
 ) -> None:
     """Record a case that ended a cell, and pass, skip or fail the test with everything that is needed to redo it."""
-    replay = f"pytest --longca-kernels={kernel} --longca-case='{case.id}'"
+    replay = replay_line(kernel, case)
     outcome = known(session, kernel, case, verification.outcome)
     about = {"case": case.id, "shape": shape_of(case), "direction": str(case.direction), "replay": replay}
     lines = [f"replay: {replay}"]
@@ -122,6 +123,11 @@ def finish(
     findings.facts |= _drawing(case, verification) if isinstance(outcome, Wrong) else {}
     keep(item, record(session, stage, kernel, case.mask.name, outcome, findings, **about))
     conclude(outcome, "\n".join([_message(kernel, case, verification), *lines]))
+
+
+def replay_line(kernel: str, case: "Case") -> str:
+    """The command that judges the case again, alone."""
+    return f"pytest --longca-kernels={kernel} --longca-case='{case.id}'"
 
 
 def _standalone(session: "Session", kernel: str, case: "Case", verification: "Verification") -> str:
@@ -157,6 +163,8 @@ def conclude(outcome: Outcome, message: str) -> None:
             pytest.xfail(str(outcome))
         case Wrong() | Crashed() | TimedOut():
             pytest.fail(message or str(outcome), pytrace=False)
+        case _:
+            assert_never(outcome)
 
 
 def record_refusal(item: pytest.Item, outcome: Outcome) -> NoReturn:
@@ -165,8 +173,7 @@ def record_refusal(item: pytest.Item, outcome: Outcome) -> NoReturn:
     kernel = params.get("longca_kernel_name") or params["longca_kernel"].name
     case = params.get("longca_case_id")
     mask = params.get("longca_mask_name") or (case.partition("(")[0] if case else "")
-    stage = {"test_probes": "probes", "test_examples": "examples", "test_timing": "timing"}.get(item.originalname, "case")  # type: ignore[attr-defined]
-    keep(item, Record(stage=stage, kernel=kernel, mask=mask, case=case, outcome=outcome.to_json(), reason=str(outcome)))
+    keep(item, Record(stage=stage_of(item) or "case", kernel=kernel, mask=mask, case=case, outcome=outcome.to_json(), reason=str(outcome)))
     pytest.skip(str(outcome))
 
 
@@ -213,7 +220,7 @@ def _picture(case: "Case", verification: "Verification") -> str:
 
 
 def _drawing(case: "Case", verification: "Verification") -> dict[str, Any]:
-    """The fact of which the page makes its image: the mask in at most 64 x 64 tiles, and what is wrong in it."""
+    """The fact of which the page makes its image: the mask in tiles, and what is wrong in it."""
     from pytest_longca.picture import drawing_of
 
     try:

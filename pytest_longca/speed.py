@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_longca.cells import timing_refusal
-from pytest_longca.conformance import Findings, commit, conclude, finish, keep, known, versions
+from pytest_longca.conformance import Findings, commit, conclude, finish, keep, known, replay_line, versions
 from pytest_longca.errors import DidNotRun
 from pytest_longca.ids import parse_case
 from pytest_longca.outcome import Outcome, Passed, outcome_from_json
@@ -91,11 +91,6 @@ def _effort(session: "Session") -> dict[str, Any]:
     preset = session.options.preset_values
     least = Limits().samples if session.options.baseline else 0
     return {"min_samples": max(preset.min_samples, least), "sampling_s": preset.sampling_s}
-
-
-def replay_line(kernel: str, case: "Case") -> str:
-    """The command that judges the case again, alone."""
-    return f"pytest --longca-kernels={kernel} --longca-case='{case.id}'"
 
 
 def _record(
