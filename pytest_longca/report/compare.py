@@ -11,11 +11,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from pytest_longca.errors import InvalidArgument
+from pytest_longca.report.figures import REFUTED
 from pytest_longca.report.record import Record
 from pytest_longca.report.series import Key, Series, by_key, device_and_driver
 from pytest_longca.report.verdict import ALLOWED, Comparison, Finding, Limits, Row, Verdict
 
-FAULTY = frozenset({"wrong", "known_wrong", "crashed", "timed_out"})
 SKIPPED = frozenset({"unsupported", "not_installed", "not_verified"})
 
 
@@ -70,12 +70,12 @@ def _judge(key: Key, old: SeriesByKey, new: SeriesByKey, limits: Limits, times: 
 def judge_outcome(old: Series, new: Series) -> Finding:
     """What the outcomes alone say: one bad record of the new ones counts, one good record of the old ones counts."""
     did_pass = "passed" in old.kinds
-    worst = next((record for kinds in (FAULTY, {"out_of_memory"}, SKIPPED) for record in new.records if record.kind in kinds), None)
+    worst = next((record for kinds in (REFUTED, {"out_of_memory"}, SKIPPED) for record in new.records if record.kind in kinds), None)
     before = "passed" if did_pass else str(old.records[0].result)
     if worst is None:
         return Finding(Verdict.OK, "outcome", "passed" if did_pass else f"passed; before: {before}")
     now = str(worst.result)
-    if worst.kind in FAULTY and (did_pass or not set(old.kinds) & FAULTY):
+    if worst.kind in REFUTED and (did_pass or not set(old.kinds) & REFUTED):
         return Finding(Verdict.WRONG, "outcome", f"{now}; before: {before}")
     if worst.kind == "out_of_memory" and did_pass:
         return Finding(Verdict.HUNGRIER, "outcome", f"{now}; before: {before}")

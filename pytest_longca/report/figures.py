@@ -1,4 +1,4 @@
-"""Figures of a record: the median, the throughput, the worst error. The only place where a report does arithmetic on records."""
+"""Figures of a record: the median, the throughput, the worst error. What every report computes from one record is computed here."""
 
 import statistics
 from collections.abc import Iterable
@@ -10,6 +10,7 @@ SHARED = "shared_machine"
 """The fact of a record whose samples were taken while other tests ran beside them: they are rough."""
 
 REFUTED = frozenset({"wrong", "known_wrong", "crashed", "timed_out"})
+"""Outcomes that show a kernel to be wrong, whether that is known or not."""
 
 
 def median_ms(record: Record) -> float | None:
