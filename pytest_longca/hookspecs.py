@@ -1,4 +1,4 @@
-"""The hooks by which a conftest.py or a plugin adds kernels, masks and mechanisms. They run again in workers, so they take no arguments."""
+"""The hooks by which a conftest.py or a plugin adds kernels, masks and mechanisms. Workers ask the first two again: no arguments."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING

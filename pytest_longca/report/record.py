@@ -27,7 +27,7 @@ class Record:
     `verdicts` are one dict for each judged tensor: tensor, error_over_limit, and the case it was worst on.
     `shape` holds the sizes of the case (the names of SHAPE), so that reports need not parse ids.
     `samples_ms` are the device times of single calls, all from one `process`: several records of one case are several processes.
-    `clocks` is the GPU's state around the samples; `clocks["throttled"]` is true if it held the kernel back.
+    `clocks` is the GPU's state around the samples; `clocks["throttled"]` names what held the kernel back.
     `peaks` is what the device itself was measured to do: matmul_tflop_per_s, copy_gb_per_s.
     `command` is the command line that made the record, `replay` the one that runs its case alone.
     """
