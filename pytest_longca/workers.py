@@ -52,7 +52,9 @@ class Worker:
         self._sources = [source.to_json() for source in sources]
         self._process: Any = None
         self._connection: Connection | None = None
-        self._stderr = Path(tempfile.mkstemp(prefix="longca-worker-", suffix=".log")[1])
+        descriptor, name = tempfile.mkstemp(prefix="longca-worker-", suffix=".log")
+        os.close(descriptor)
+        self._stderr = Path(name)
 
     @property
     def pid(self) -> int | None:

@@ -127,3 +127,9 @@ def test_a_call_costs_less_than_5_ms(worker: Worker) -> None:
         pid(worker)
         times.append(time.perf_counter() - start)
     assert sorted(times)[25] < 0.005
+
+
+def test_a_worker_that_was_never_started_holds_no_file_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    workers = [Worker([]) for _ in range(5)]
+    assert len(os.listdir("/proc/self/fd")) == before and len(workers) == 5
