@@ -43,9 +43,10 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
 
 def _set_logits(drawn: dict[str, Tensor], case: Case, logit: float) -> None:
     """Shift q and k along one direction so that every scaled score lies near `logit`."""
-    size = (abs(logit) / case.scale / case.head_dim) ** 0.5
+    product = logit / case.scale  # of a query and a key
+    size = (abs(product) / case.head_dim) ** 0.5
     drawn["q"].mul_(0.1).add_(size)
-    drawn["k"].mul_(0.1).add_(size if logit > 0 else -size)
+    drawn["k"].mul_(0.1).add_(size if product > 0 else -size)
 
 
 def _biased(drawn: dict[str, Tensor], case: Case) -> None:

@@ -13,8 +13,9 @@ SHAPES = {
 
 
 def _logits(case: Case, logit: float) -> list[str]:
-    size = (abs(logit) / case.scale / case.head_dim) ** 0.5
-    shifts = f"q.mul_(0.1).add_({size!r})", f"k.mul_(0.1).add_({size if logit > 0 else -size!r})"
+    product = logit / case.scale
+    size = (abs(product) / case.head_dim) ** 0.5
+    shifts = f"q.mul_(0.1).add_({size!r})", f"k.mul_(0.1).add_({size if product > 0 else -size!r})"
     return [f"# All scaled scores lie near {logit:g}.", *shifts]
 
 

@@ -125,12 +125,21 @@ def test_a_kernel_without_a_call_of_its_own_asks_for_it(capsys: pytest.CaptureFi
         standalone.main()
 
 
+@pytest.mark.parametrize("scale", [0.37, -0.37])
+@pytest.mark.parametrize(("values", "logit"), [(Values.LOW, -120), (Values.HIGH, 100), (Values.SENTINEL, -60000)])
+def test_scores_lie_near_the_logit_whatever_the_sign_of_the_scale(values: Values, logit: float, scale: float) -> None:
+    inputs = make_inputs(Case(mask=Causal(8, 8), dtype="fp64", values=values, scale=scale))
+    scores = scale * torch.einsum("bqhd,bkhd->bhqk", inputs.q, inputs.k)
+    assert ((scores - logit).abs() <= 0.2 * abs(logit)).all()
+
+
+@pytest.mark.parametrize("scale", [0.37, -0.37])
 @pytest.mark.parametrize("values", Values)
 @pytest.mark.parametrize("layout", Layout)
-def test_operands_are_ours_bit_by_bit_and_stride_by_stride(values: Values, layout: Layout) -> None:
+def test_operands_are_ours_bit_by_bit_and_stride_by_stride(values: Values, layout: Layout, scale: float) -> None:
     layouts = (layout, Layout.BHSD, layout, Layout.PADDED)
     sizes: dict[str, Any] = {"batch": 2, "heads_q": 4, "heads_kv": 2, "head_dim": 8, "head_dim_v": 16}
-    case = Case(mask=Causal(3, 5), **sizes, dtype="bf16", values=values, layouts=layouts, seed=7, scale=0.37)
+    case = Case(mask=Causal(3, 5), **sizes, dtype="bf16", values=values, layouts=layouts, seed=7, scale=scale)
     ours, theirs = make_inputs(case), loaded(source(Masked(), case)).operands()
     for mine, other in zip((ours.q, ours.k, ours.v, ours.do), theirs, strict=True):
         assert torch.equal(mine, other) and mine.dtype == other.dtype
