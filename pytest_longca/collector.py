@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_longca.launched import is_silent
 from pytest_longca.options import Options
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Collector:
     def __init__(self, options: Options, arguments: Sequence[Any], earlier: "Sequence[Record]" = ()) -> None:
         self._options = options
         self._command = shlex.join(["pytest", *map(str, arguments)])
-        self._path = options.json or options.resume
+        self._path = None if is_silent(options) else options.json or options.resume
         self._writer: Writer | None = None
         self._lines: list[str] = []
         self.earlier = list(earlier)

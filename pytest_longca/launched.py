@@ -17,12 +17,12 @@ def launched_size() -> int | None:
 
 
 def is_silent(options: Options) -> bool:
-    """Whether rank 0 reports what this session finds."""
+    """Whether rank 0 reports what this session finds, and this is another rank."""
     return bool(options.mechanisms) and launched_size() is not None and os.environ["RANK"] != "0"
 
 
 def muted(options: Options) -> Options:
-    """The options of a silent rank: the same cells, no files."""
+    """The options of a silent rank: the same cells, no files of its own; records to resume from choose cells, so they are read."""
     return dataclasses.replace(options, values=options.values | dict.fromkeys(FILES))
 
 
