@@ -5,9 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_longca.case import Case
+from pytest_longca.case import DTYPES, Case
 from pytest_longca.catalogue import MASKS, load
 from pytest_longca.errors import InvalidArgument, unknown_name
+from pytest_longca.options import lengths
+from pytest_longca.parallel.layout import LAYOUTS
 from pytest_longca.parallel.mechanisms import MECHANISMS, Mesh, find_mechanism
 from pytest_longca.parallel.setup import Sharing, check
 from pytest_longca.parallel.timing import Effort
@@ -85,22 +87,29 @@ def _names(kind: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
+def _tokens(text: str) -> tuple[int, ...]:
+    try:
+        return lengths(text)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"--tokens: {error}") from None
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     name, purpose = "python -m pytest_longca.parallel.bench", "Time the mechanisms of context parallelism, correctness first."
     parser = argparse.ArgumentParser(prog=name, description=purpose)
     parser.add_argument("--kernels", default="fa2", help="block kernels, as in fa2,cudnn_flex,fa4 (default: fa2)")
     parser.add_argument("--masks", default="full,causal", help="static masks (default: full,causal)")
-    parser.add_argument("--mechanisms", default=",".join(MECHANISMS), help="default: all five")
-    parser.add_argument("--tokens", default="8192,32768", help="tokens per device (default: 8192,32768)")
+    parser.add_argument("--mechanisms", default=",".join(MECHANISMS), help="mechanisms (default: all five)")
+    parser.add_argument("--tokens", default="8192,32768", help="tokens per device, as in 8k,32k (default: 8192,32768)")
     parser.add_argument("--heads", default="64:8", help="query and key/value heads (default: 64:8)")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--head-dim", type=int, default=128, help="head dimension (default: 128)")
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="dtype (default: bf16)")
     parser.add_argument("--mesh", default="", help="outer x inner x heads, as in 2x2x2 (default: each mechanism's own)")
-    parser.add_argument("--layouts", default="", help="default: the mechanism's own, for documents zigzag and balanced")
+    parser.add_argument("--layouts", default="", help="layouts (default: the mechanism's own; for documents zigzag and balanced)")
     parser.add_argument("--groups", type=int, default=0, help="pipelined head groups of the Ulysses exchange (default: by its weight)")
-    parser.add_argument("--samples", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=20, help="calls that are sampled for each figure, at most (default: 20)")
+    parser.add_argument("--warmup", type=int, default=3, help="calls before them (default: 3)")
     parser.add_argument("--budget", type=float, default=4.0, help="seconds of samples for each figure (default: 4)")
     parser.add_argument("--minutes", type=float, default=9.0, help="no cell starts after this time (default: 9)")
     parser.add_argument("--cell-timeout", type=float, default=180.0, help="seconds after which a cell is taken for hung (default: 180)")
@@ -125,13 +134,13 @@ def settings_of(options: argparse.Namespace, world_size: int) -> Settings:
         kernels=_names("block kernel", options.kernels, ()),
         masks=_names("mask", options.masks, list(MASKS)),
         mechanisms=_names("mechanism", options.mechanisms, list(MECHANISMS)),
-        tokens=tuple(map(int, options.tokens.split(","))),
+        tokens=_tokens(options.tokens),
         heads=(int(heads[0]), int(heads[1])),
         head_dim=options.head_dim,
         dtype=options.dtype,
         world=size,
         mesh=Mesh.parse(options.mesh) if options.mesh else None,
-        layouts=_names("layout", options.layouts, ()),
+        layouts=_names("layout", options.layouts, list(LAYOUTS)),
         groups=options.groups,
         effort=Effort(options.warmup, options.samples, options.budget),
         deadline_s=options.minutes * 60,

@@ -13,7 +13,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from pytest_longca.case import Case, Direction
 from pytest_longca.catalogue import MASKS, load
@@ -25,6 +24,7 @@ from pytest_longca.parallel.mechanisms import MECHANISMS, RANKS_PER_NODE, Mesh, 
 from pytest_longca.parallel.published import PUBLISHED
 from pytest_longca.parallel.setup import Sharing, exchange_bytes, head_groups
 from pytest_longca.report.record import Record
+from pytest_longca.report.store import read_records
 
 Computed = dict[tuple[str, str, int, int, str], float]
 WORLDS = (8, 16, 32, 64, 96)
@@ -223,12 +223,21 @@ def _predicted(record: Record, network: Network) -> float:
     return predict_ms(parse_case(record.case or ""), sharing, record.direction or "", _compute_ms(record), network)
 
 
+def _link(text: str) -> Link:
+    """The link of "0.02:280", latency in ms and GB/s. Raises InvalidArgument."""
+    try:
+        latency_ms, gb_per_s = map(float, text.split(":"))
+    except ValueError:
+        raise InvalidArgument(f"link {text!r}: latency in ms, a colon, bandwidth in GB/s, as in 0.02:280") from None
+    return Link(latency_ms, gb_per_s)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the paper's table, or with --check how far the model is from what was measured."""
     parser = argparse.ArgumentParser(
         prog="python -m pytest_longca.parallel.model", description="Predict the five mechanisms on 8 to 96 GPUs."
     )
-    parser.add_argument("--records", type=Path, help="JSON Lines with simulated ranks, as the benchmark writes them")
+    parser.add_argument("--records", help="JSON Lines with simulated ranks, as the benchmark writes them")
     parser.add_argument("--rate", type=float, help="TFLOP/s assumed where no rank was simulated (default: the kernel's alone; marked ~)")
     parser.add_argument("--kernel", default="fa2", help="whose rate alone is assumed (default: fa2)")
     parser.add_argument("--inside", default="0.02:280", help="latency in ms:GB/s inside a node, unless the records say (default 0.02:280)")
@@ -236,10 +245,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--contention", type=float, default=0.0, help="slow-down of computation, unless the records say (default 0)")
     parser.add_argument("--check", action="store_true", help="compare with the records' measured steps")
     options = parser.parse_args(arguments)
-    inside, between = (Link(*map(float, text.split(":"))) for text in (options.inside, options.between))
-    lines = options.records.read_text().splitlines() if options.records else []
-    records, network = [Record.from_line(line) for line in lines], Network(inside, between, options.contention)
-    network = fitted(records, network)
+    try:
+        records = read_records(options.records) if options.records else []
+        inside, between = (_link(text) for text in (options.inside, options.between))
+    except InvalidArgument as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    network = fitted(records, Network(inside, between, options.contention))
     rows = check_rows(records, network) if options.check else paper_rows(records, network, options.rate, options.kernel)
     print("\n".join(rows))
     print(f"Predictions, not measurements. Inside a node: {network.inside}.")

@@ -15,17 +15,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from pytest_longca.errors import InvalidArgument
 from pytest_longca.parallel.model import Network, fitted, is_compared, model_error, paper_rows
 from pytest_longca.report.record import Record
+from pytest_longca.report.store import read_records
 
 Key = tuple[int, str, str, str]
 HEAD = ("tokens a GPU", "mask", "kernel", "mechanism", "forward", "backward", "exposed", "peak", "model's error")
 SECTION = re.compile(r"(<!-- (records|predictions): (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
-
-
-def read(path: Path) -> list[Record]:
-    """The records of a JSON Lines file."""
-    return [Record.from_line(line) for line in path.read_text().splitlines()]
 
 
 def markdown(records: Sequence[Record]) -> str:
@@ -42,7 +39,7 @@ def markdown(records: Sequence[Record]) -> str:
 
 def update(page: str, folder: Path) -> str:
     """The page with every section of records and of predictions written anew."""
-    return SECTION.sub(lambda match: f"{match[1]}\n{_WRITERS[match[2]](read(folder / match[3]))}\n{match[4]}", page)
+    return SECTION.sub(lambda match: f"{match[1]}\n{_WRITERS[match[2]](read_records(folder / match[3]))}\n{match[4]}", page)
 
 
 def _predicted(records: Sequence[Record]) -> str:
@@ -140,10 +137,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("records", nargs="*", type=Path, help="JSON Lines files, as the benchmark writes them")
     parser.add_argument("--update", type=Path, metavar="PAGE", help="a Markdown page whose sections of records are written anew")
     options = parser.parse_args(arguments)
-    for path in options.records:
-        print(markdown(read(path)))
-    if options.update:
-        options.update.write_text(update(options.update.read_text(), options.update.parent))
+    try:
+        for path in options.records:
+            print(markdown(read_records(path)))
+        if options.update:
+            options.update.write_text(update(options.update.read_text(), options.update.parent))
+    except InvalidArgument as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

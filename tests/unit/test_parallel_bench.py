@@ -13,6 +13,7 @@ import torch
 
 from pytest_longca.case import Case
 from pytest_longca.catalogue import MASKS, load
+from pytest_longca.parallel import model
 from pytest_longca.parallel.bench import main
 from pytest_longca.parallel.links import Link, fit
 from pytest_longca.parallel.mechanisms import MECHANISMS, Heads, Mesh
@@ -77,11 +78,19 @@ def test_time_that_is_spent_leaves_cells_not_verified() -> None:
         (("--mechanisms=usb",), "did you mean 'usp'"),
         (("--masks=casual",), "did you mean 'causal'"),
         (("--heads=64",), "as in 64:8"),
-        (("--simulate-world=64", "--tokens=0"), "0 tokens and 64 ranks"),
+        (("--tokens=0",), "--tokens: '0' is not a positive whole number"),
+        (("--tokens=long",), "such as 512 or 8k"),
+        (("--layouts=zigzga",), "did you mean 'zigzag'"),
     ],
 )
 def test_bad_command_line_is_refused_with_what_to_do(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("argument", "words"), [("--records=no/such.jsonl", "cannot be read"), ("--inside=fast", "as in 0.02:280")])
+def test_the_model_says_what_it_cannot_read(argument: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert model.main([argument]) == 2
     assert words in capsys.readouterr().err
 
 

@@ -54,3 +54,8 @@ def test_documented_tables_are_those_of_the_records() -> None:
 def test_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(DOCS / "results" / "context-parallel-2xh200-peers.jsonl")]) == 0
     assert "| 32,768 | full | fa2 | yunchang ulysses |" in capsys.readouterr().out
+
+
+def test_command_says_what_it_cannot_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["no/such.jsonl"]) == 2
+    assert "no/such.jsonl: cannot be read" in capsys.readouterr().err
