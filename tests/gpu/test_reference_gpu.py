@@ -63,7 +63,7 @@ def largest_error(found: Reference, truth: Reference) -> float:
     worst = 0.0
     for name in TENSORS:
         error = torch.linalg.vector_norm(getattr(found, name).double() - getattr(truth, name), dim=-1)
-        worst = max(worst, float((error / getattr(truth, f"scale_{name}")).nan_to_num().max()))
+        worst = max(worst, float((error / truth.bounds[name].scale).nan_to_num().max()))
     return worst
 
 

@@ -155,7 +155,7 @@ def test_halves_carry_sixteen_bits() -> None:
 def error_of_scale(reference: Reference, truth: Reference, name: str) -> float:
     """The largest row error, as a fraction of the row's sum of absolute terms."""
     error = torch.linalg.vector_norm(getattr(reference, name).double() - getattr(truth, name), dim=-1)
-    return float((error / getattr(truth, f"scale_{name}")).nan_to_num().max())
+    return float((error / truth.bounds[name].scale).nan_to_num().max())
 
 
 def truth_and_halves(values: Values, dtype: str, low: Arithmetic) -> tuple[Reference, Reference]:
