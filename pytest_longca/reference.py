@@ -25,8 +25,8 @@ MAX_SPLIT_LOGIT = 1e-5 * 2**24
 COMPILED_AREA = 2**36
 """From so many visible pairs on (64K tokens of 64 causal heads) fusing the elementwise steps is worth compiling them."""
 
-CACHED_BYTES = 24 * 2**30
-"""What references that are kept may take together; the newest is kept whatever its size."""
+CACHED_BYTES = 4 * 2**30
+"""What references that are kept may take together, on whatever machine; the newest is kept whatever its size."""
 
 
 @dataclass(frozen=True, slots=True)
