@@ -122,7 +122,7 @@ def finish(
         lines.append(_standalone(session, kernel, case, verification))
     findings.facts |= _drawing(case, verification) if isinstance(outcome, Wrong) else {}
     keep(item, record(session, stage, kernel, case.mask.name, outcome, findings, **about))
-    conclude(outcome, "\n".join([_message(kernel, case, verification), *lines]))
+    conclude(outcome, "\n".join([failure_text(kernel, case, verification), *lines]))
 
 
 def replay_line(kernel: str, case: "Case") -> str:
@@ -169,12 +169,20 @@ def conclude(outcome: Outcome, message: str) -> None:
 
 def record_refusal(item: pytest.Item, outcome: Outcome) -> NoReturn:
     """Record a cell that is refused before anything runs, and skip its test."""
-    params = item.callspec.params  # type: ignore[attr-defined]  # only parametrized items carry the marker
-    kernel = params.get("longca_kernel_name") or params["longca_kernel"].name
-    case = params.get("longca_case_id")
-    mask = params.get("longca_mask_name") or (case.partition("(")[0] if case else "")
-    keep(item, Record(stage=stage_of(item) or "case", kernel=kernel, mask=mask, case=case, outcome=outcome.to_json(), reason=str(outcome)))
+    kernel, mask, case = _about(item.callspec.params)  # type: ignore[attr-defined]  # the suite's items and refused ones are parametrized
+    if kernel and mask:  # an item of the selftest, and the one that says that no known failure is due, are about no cell
+        stage = stage_of(item) or "case"
+        keep(item, Record(stage=stage, kernel=kernel, mask=mask, case=case, outcome=outcome.to_json(), reason=str(outcome)))
     pytest.skip(str(outcome))
+
+
+def _about(params: dict[str, Any]) -> tuple[str, str, str | None]:
+    """(kernel, mask, case id) that a test with these parameters is about; empty where it is about none."""
+    kernel: str = params.get("longca_kernel_name") or getattr(params.get("longca_kernel"), "name", "")
+    entry, value = params.get("longca_known_failure"), params.get("longca_case")
+    case: str | None = params.get("longca_case_id") or params.get("longca_replayed") or (entry.case if entry else value.id if value else None)
+    mask: str = params.get("longca_mask_name") or getattr(params.get("longca_mask"), "name", "") or (case or "").partition("(")[0]
+    return kernel, mask, case
 
 
 def keep(item: pytest.Item, record: Record) -> None:
@@ -199,10 +207,10 @@ def record(session: "Session", stage: str, kernel: str, mask: str, outcome: Outc
     )
 
 
-def _message(kernel: str, case: "Case", verification: "Verification") -> str:
+def failure_text(kernel: str, case: "Case", verification: "Verification") -> str:
     """What a failure says before the way to redo it: what is wrong and where, the case, and the mask as a picture."""
     lines = [f"{kernel} is {verification.outcome}" if isinstance(verification.outcome, Wrong) else f"{kernel} {verification.outcome}"]
-    lines += [f"  {finding.message}" for finding in verification.findings]
+    lines += [f"  also {finding}" for finding in verification.findings[1:]]  # the outcome's reason is the first one
     lines += [f"case: {case.id}"]
     lines += [_picture(case, verification)]
     if isinstance(verification.outcome, Crashed) and verification.outcome.stderr:

@@ -86,6 +86,14 @@ def test_a_run_in_slices_loses_nothing_and_ends_green(timed: Run) -> None:
     assert len(records()) == 4
 
 
+@pytest.mark.parametrize("what", [("--longca-kernels=naive", "--longca-masks=causal"), ("--longca-selftest",)], ids=["suite", "selftest"])
+def test_a_budget_that_is_over_skips_what_is_about_no_cell_too(run: Run, what: tuple[str, ...]) -> None:
+    result = run(*what, "--longca-budget=0.001s", "--longca-json=records.jsonl")
+    assert result.ret == 0 and set(result.parseoutcomes()) <= {"skipped", "warnings"}
+    kept = records() if Path("records.jsonl").exists() else []
+    assert all(record["kernel"] and record["mask"] for record in kept)
+
+
 def test_what_failed_before_keeps_a_resumed_run_red(timed: Run) -> None:
     case = "causal(seqlen_q=32,seqlen_kv=32)/b1/h2:1/d32/fp32/fwd/s0"
     write_records("old.jsonl", [Record(stage="timing", kernel="naive", mask="causal", case=case, outcome=Wrong("dk").to_json())])

@@ -6,6 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from pytest_longca import conformance
+from pytest_longca.case import Case
+from pytest_longca.checks import Verification
+from pytest_longca.masks.regular import Causal
+from pytest_longca.outcome import Wrong
+from pytest_longca.subject import Finding
 from tests.plugin.conftest import KERNELS, Run
 
 
@@ -25,6 +31,13 @@ def test_a_wrong_dk_is_named_shrunk_drawn_and_can_be_replayed(judge: Run) -> Non
     assert shrunk and int(shrunk[1]) <= 3
     again = judge(f"--longca-kernels={replay[1]}", f"--longca-case={replay[2]}")
     again.assert_outcomes(failed=1)
+
+
+def test_a_failure_tells_each_finding_once_with_its_check_and_tensor() -> None:
+    case = Case(mask=Causal(2, 2))
+    findings = [Finding("count", "out", "reads key 1"), Finding("support", "dq", "is not due")]
+    told = conformance.failure_text("mine", case, Verification(Wrong("count: out: reads key 1 (and 1 more)"), findings)).splitlines()
+    assert told[:3] == ["mine is wrong: count: out: reads key 1 (and 1 more)", "  also support: dq: is not due", f"case: {case.id}"]
 
 
 def test_a_crash_names_the_kernel_and_the_others_go_on(judge: Run) -> None:
