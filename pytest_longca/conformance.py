@@ -178,10 +178,11 @@ def record_refusal(item: pytest.Item, outcome: Outcome) -> NoReturn:
 
 def _about(params: dict[str, Any]) -> tuple[str, str, str | None]:
     """(kernel, mask, case id) that a test with these parameters is about; empty where it is about none."""
-    kernel: str = params.get("longca_kernel_name") or getattr(params.get("longca_kernel"), "name", "")
-    entry, value = params.get("longca_known_failure"), params.get("longca_case")
-    case: str | None = params.get("longca_case_id") or params.get("longca_replayed") or (entry.case if entry else value.id if value else None)
-    mask: str = params.get("longca_mask_name") or getattr(params.get("longca_mask"), "name", "") or (case or "").partition("(")[0]
+    kernel = params.get("longca_kernel_name") or getattr(params.get("longca_kernel"), "name", None) or ""
+    case = params.get("longca_case_id") or params.get("longca_replayed")
+    for holder, attribute in (("longca_known_failure", "case"), ("longca_case", "id")):
+        case = case or getattr(params.get(holder), attribute, None)
+    mask = params.get("longca_mask_name") or getattr(params.get("longca_mask"), "name", None) or (case or "").partition("(")[0]
     return kernel, mask, case
 
 
