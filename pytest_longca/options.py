@@ -19,12 +19,15 @@ LONGEST = 4 * 1024**2
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Comma-separated names; empty pieces are dropped.
+    """Comma-separated names, at least one; empty pieces are dropped.
 
     >>> names("fa2, flex")
     ('fa2', 'flex')
     """
-    return tuple(piece for piece in (part.strip() for part in text.split(",")) if piece)
+    pieces = tuple(piece for piece in (part.strip() for part in text.split(",")) if piece)
+    if not pieces:  # an empty variable in a CI job would judge nothing, and be green
+        raise InvalidArgument(f"{text!r} names nothing: write at least one, separated by commas, or leave the option out")
+    return pieces
 
 
 def count(text: str) -> int:
@@ -114,13 +117,14 @@ def limit(text: str) -> float | None:
 
 
 def verdicts(text: str) -> "frozenset[Verdict]":
-    """Verdicts of the gate, by name."""
+    """Verdicts of the gate, by name; an empty text allows and forbids nothing more."""
     from pytest_longca.report.verdict import Verdict
 
-    for name in names(text):
+    wanted = names(text) if text.strip() else ()
+    for name in wanted:
         if name not in set(Verdict):
             raise unknown_name("verdict", name, [verdict.value for verdict in Verdict])
-    return frozenset(Verdict(name) for name in names(text))
+    return frozenset(Verdict(name) for name in wanted)
 
 
 def _unit(text: str, units: dict[str, Any], what: str, example: str) -> float:
@@ -299,6 +303,8 @@ def parse(raw: Callable[[Option], str | None], typed: bool = False) -> Options:
             values[option.attribute] = option.parse(value) if value is not None else None
         except InvalidArgument as error:
             raise InvalidArgument(f"{option.flag}: {error}") from None
+    if values["mesh"] and not values["mechanisms"]:
+        raise InvalidArgument("--longca-mesh: it places the ranks of mechanisms, and none is asked for: add --longca-mechanisms=NAMES")
     return Options(values, typed)
 
 

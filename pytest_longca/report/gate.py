@@ -5,6 +5,9 @@ from collections.abc import Iterable
 
 from pytest_longca.report.verdict import MEANING, REGRESSIONS, Comparison, Finding, Row, Verdict
 
+UNTOLD = frozenset({Verdict.NOT_COMPARABLE, Verdict.THROTTLED, Verdict.TOO_NOISY})
+"""Verdicts that say that a quantity could not be judged: neither worse nor as good."""
+
 
 def render_comparison(comparison: Comparison) -> str:
     """The comparison for a terminal: one line for each finding that is not fine, then the counts and the conclusion."""
@@ -33,7 +36,10 @@ def conclusion(comparison: Comparison) -> str:
         1: f"REGRESSED ({_names(verdict for verdict in failing if verdict in REGRESSIONS)})",
         2: f"NOT COMPARABLE ({_names(failing)})",
     }
-    return text[comparison.exit_code] + f": {len(comparison.rows)} cases compared"
+    partly = [{finding.verdict for finding in row.findings} & UNTOLD for row in comparison.rows]
+    why = _names(verdict for verdict in Verdict if any(verdict in found for found in partly))
+    in_part = f", {sum(map(bool, partly))} of them not in full ({why})" if why else ""
+    return f"{text[comparison.exit_code]}: {len(comparison.rows)} cases compared{in_part}"
 
 
 def _is_told(finding: Finding) -> bool:

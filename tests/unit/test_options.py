@@ -75,6 +75,10 @@ def test_the_gates_limits_are_fractions_and_off_is_none() -> None:
         ("forbid", "noisy", "unknown verdict"),
         ("budget", "9 minutes", "9m"),
         ("processes", "0", "positive whole number"),
+        ("kernels", "", "names nothing"),
+        ("masks", " , ", "names nothing"),
+        ("seqlens", "", "names nothing"),
+        ("mesh", "1x2x1", "add --longca-mechanisms"),
     ],
 )
 def test_a_bad_value_names_the_option_and_says_what_to_write(name: str, value: str, says: str) -> None:
