@@ -1,6 +1,7 @@
 """A picture of a mask as data, as plain ASCII and as SVG. Imports no torch: reports draw it from records."""
 
 import html
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +20,15 @@ class Drawing:
     cells: tuple[str, ...]
     wrong_rows: tuple[int, ...] = ()
     wrong_keys: tuple[int, ...] = ()
+    wrong_cells: tuple[tuple[int, int], ...] = ()
+    """Which (row, key) tiles are wrong, where that is known; else it is wherever a wrong row meets a wrong key."""
 
 
 def as_text(drawing: Drawing) -> str:
-    """A character for each tile: `X` where a wrong row meets a wrong key, `<` at the right of a wrong row, `^` below a wrong key."""
+    """A character for each tile: `X` where it is wrong, `<` at the right of a wrong row, `^` below a wrong key."""
     cells = [list(row) for row in drawing.cells]
-    for row in drawing.wrong_rows:
-        for key in drawing.wrong_keys:
-            cells[row][key] = "X"
+    for row, key in drawing.wrong_cells or itertools.product(drawing.wrong_rows, drawing.wrong_keys):
+        cells[row][key] = "X"
     lines = ["".join(row) + (" <" if number in drawing.wrong_rows else "") for number, row in enumerate(cells)]
     if drawing.wrong_keys:
         lines.append("".join("^" if column in drawing.wrong_keys else " " for column in range(drawing.wrong_keys[-1] + 1)))
@@ -34,11 +36,13 @@ def as_text(drawing: Drawing) -> str:
 
 
 def svg(drawing: Drawing) -> str:
-    """The same as an SVG image, a unit square for each tile; wrong rows and keys are bands, darkest where they meet."""
+    """The same as an SVG image, a unit square for each tile; wrong rows and keys are bands where no wrong tiles are known."""
     height, width = len(drawing.cells), max(map(len, drawing.cells), default=0)
     visible = "".join(_squares(drawing.cells, kind, opacity) for kind, opacity in (("#", 0.75), ("+", 0.4)))
     bands = [f"M0 {row}h{width}v1h-{width}z" for row in drawing.wrong_rows] + [f"M{key} 0h1v{height}h-1z" for key in drawing.wrong_keys]
-    wrong = "".join(f'<path d="{band}" fill="{WRONG}" fill-opacity="0.45"/>' for band in bands)
+    squares = "".join(f"M{key} {row}h1v1h-1z" for row, key in drawing.wrong_cells)
+    shapes = [(squares, 0.9)] if squares else [(band, 0.45) for band in bands]
+    wrong = "".join(f'<path d="{shape}" fill="{WRONG}" fill-opacity="{opacity}"/>' for shape, opacity in shapes)
     label = html.escape(drawing.title)
     size = f'viewBox="0 0 {max(width, 1)} {max(height, 1)}" shape-rendering="crispEdges"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{label}"><title>{label}</title>{visible}{wrong}</svg>'
@@ -48,9 +52,10 @@ def svg_of_facts(facts: Mapping[str, Any]) -> str:
     """The image of a record's facts; empty where they hold no drawing, or none that can be drawn: records may come from anywhere."""
     try:
         fields = facts["drawing"]
-        wrong = (tuple(int(index) for index in fields[name]) for name in ("wrong_rows", "wrong_keys"))
-        return svg(Drawing(str(fields["title"]), tuple(map(str, fields["cells"])), *wrong))
-    except (KeyError, TypeError, ValueError):
+        rows, keys = (tuple(int(index) for index in fields[name]) for name in ("wrong_rows", "wrong_keys"))
+        wrong_cells = tuple((int(row), int(key)) for row, key in fields.get("wrong_cells", ()))  # older records have none
+        return svg(Drawing(str(fields["title"]), tuple(map(str, fields["cells"])), rows, keys, wrong_cells))
+    except (KeyError, TypeError, ValueError, AttributeError):
         return ""
 
 

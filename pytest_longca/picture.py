@@ -21,25 +21,38 @@ SAMPLES = 8
 
 
 def drawing_of(case: "Case", findings: Sequence["Finding"] = (), width: int = WIDTH) -> Drawing:
-    """The case's mask where the first finding that has a place is, with all wrong rows and keys of that batch and head."""
+    """The case's mask where the first finding that has a place is, with the pairs that it names, else all wrong rows and keys there."""
     places = [finding.place for finding in findings if finding.place]
     first: dict[str, Any] = places[0] if places else {}
     batch, head = int(first.get("batch") or 0), int(first.get("head") or 0)
+    if pairs := [(int(row), int(key)) for row, key in first.get("pairs") or ()]:
+        wrong_rows, wrong_keys = zip(*pairs, strict=True)
+        return drawing(case.mask, batch % case.mask.batch, head % case.mask.heads, wrong_rows, wrong_keys, width, pairs)
     here = [place for place in places if (place.get("batch") or 0, place.get("head") or 0) == (batch, head)]
     rows = {row for place in here for row in place.get("rows") or ()}
     keys = {key for place in here for key in place.get("keys") or ()}
     return drawing(case.mask, batch % case.mask.batch, head % case.mask.heads, rows, keys, width)
 
 
-def drawing(mask: "Mask", batch: int = 0, head: int = 0, rows: Iterable[int] = (), keys: Iterable[int] = (), width: int = WIDTH) -> Drawing:
-    """One batch and head of a mask, with wrong rows and keys."""
+def drawing(
+    mask: "Mask",
+    batch: int = 0,
+    head: int = 0,
+    rows: Iterable[int] = (),
+    keys: Iterable[int] = (),
+    width: int = WIDTH,
+    pairs: Iterable[tuple[int, int]] = (),
+) -> Drawing:
+    """One batch and head of a mask, with wrong rows and keys, and the wrong pairs of them where they are known."""
     tile = max(1, -(-max(mask.seqlen_q, mask.seqlen_kv) // width))
     density = tile_density(mask, batch, head, tile)
     cells = tuple("".join("#" if cell == 1 else "." if cell == 0 else "+" for cell in row) for row in density.tolist())
     # A finding about another case (the one before, say) may name rows that this mask does not have.
     wrong_rows = {row // tile for row in rows if row < mask.seqlen_q}
     wrong_keys = {key // tile for key in keys if key < mask.seqlen_kv}
-    return Drawing(_title(mask, batch, head, tile), cells, tuple(sorted(wrong_rows)), tuple(sorted(wrong_keys)))
+    wrong_cells = {(row // tile, key // tile) for row, key in pairs if row < mask.seqlen_q and key < mask.seqlen_kv}
+    wrong = tuple(sorted(wrong_rows)), tuple(sorted(wrong_keys)), tuple(sorted(wrong_cells))
+    return Drawing(_title(mask, batch, head, tile), cells, *wrong)
 
 
 def draw(case: "Case", findings: Sequence["Finding"] = (), width: int = WIDTH) -> str:

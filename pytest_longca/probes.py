@@ -26,6 +26,8 @@ SAMPLED_SCORES = 2**16
 FEWEST_ROWS = 4
 INTERPRETED_TILES = 16
 """Tiles of one call of P2 to a kernel in Triton's interpreter, where each takes milliseconds."""
+LISTED_PAIRS = 1024
+"""Wrong pairs of one head up to which a place names each; more would fill the picture anyway."""
 TILE = 32
 
 
@@ -128,7 +130,7 @@ def _judge_count_lse(case: Case, lse: Tensor, visible: Tensor) -> list[Finding]:
                 "count",
                 "lse",
                 f"is {lse[b, h, i]:.6g} at batch {b}, head {h}, query {i}, which sees nothing: -inf is due",
-                _place(empty[..., None]),
+                _place(empty),
             )
         ]
     wrong = ~empty & ~((lse.exp() - keys).abs() < (keys * 2.0**-16).clamp(min=0.5))
@@ -139,14 +141,19 @@ def _judge_count_lse(case: Case, lse: Tensor, visible: Tensor) -> list[Finding]:
     base_2 = " (this is log2: the lse is in base 2)" if n > 1 and abs(got - keys[b, h, i].log2().item()) < 1e-3 else ""
     due = f"log {n} = {keys[b, h, i].log().item():.6g} is due{base_2}"
     message = f"is {got:.6g} at batch {b}, head {h}, query {i}, which sees {n} keys with score 0: {due}"
-    return [Finding("count", "lse", message, _place(wrong[..., None]))]
+    return [Finding("count", "lse", message, _place(wrong))]
 
 
 def _place(wrong: Tensor) -> dict[str, object]:
-    """The place of the wrong elements of `[batch, heads, rows, keys]`: the first one's batch and head, and its rows and keys there."""
+    """The place of the wrong elements of `[batch, heads, rows]` or `[batch, heads, rows, keys]`: all of the first one's head."""
     b, h = wrong.nonzero()[0, :2].tolist()
-    rows, keys = wrong[b, h].any(-1).nonzero().flatten().tolist(), wrong[b, h].any(0).nonzero().flatten().tolist()
-    return {"batch": b, "head": h, "rows": rows[:64], "keys": keys[:64]}
+    here = wrong[b, h]
+    if here.ndim == 1:  # of an lse, no key is wrong
+        return {"batch": b, "head": h, "rows": here.nonzero().flatten().tolist()[:64]}
+    rows, keys = here.any(-1).nonzero().flatten().tolist(), here.any(0).nonzero().flatten().tolist()
+    pairs = here.nonzero().tolist()
+    exactly = {"pairs": pairs} if len(pairs) <= LISTED_PAIRS else {}
+    return {"batch": b, "head": h, "rows": rows[:64], "keys": keys[:64], **exactly}
 
 
 def run_copies(subject: Subject, case: Case, inputs: Inputs) -> Result:

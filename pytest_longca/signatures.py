@@ -72,9 +72,12 @@ def _empty_rows(evidence: Evidence) -> str | None:
 
 
 def _ratio(evidence: Evidence) -> str | None:
-    """One factor that explains most of the tensor."""
-    finite = evidence.value.isfinite() & evidence.truth.isfinite()
-    x, truth = (torch.where(finite, item, 0.0) for item in (evidence.value, evidence.truth))
+    """One factor that explains most of the heads that are wrong."""
+    heads = evidence.bad.any(1).any(0)
+    heads = heads if bool(heads.any()) else ~heads  # only the sum over rows is wrong: it is about all of them
+    value, truth = evidence.value[:, :, heads], evidence.truth[:, :, heads]
+    finite = value.isfinite() & truth.isfinite()
+    x, truth = (torch.where(finite, item, 0.0) for item in (value, truth))
     power, size = float(truth.square().sum()), float(x.square().sum())
     if size == 0.0 and power > 0.0:
         return "it is all zeros: never written, or not computed"
@@ -86,7 +89,8 @@ def _ratio(evidence: Evidence) -> str | None:
         return None
     names = [name for name, factor in _factors(evidence.case).items() if abs(ratio / factor - 1) < CLOSE]
     meaning = f", which is {' or '.join(names)}: a unit, or a factor taken twice or not at all" if names else ""
-    return f"all of it is {ratio:.4g} times what it should be{meaning}"
+    whole = "it" if bool(heads.all()) else "what is wrong there"
+    return f"all of {whole} is {ratio:.4g} times what it should be{meaning}"
 
 
 def _factors(case: Case) -> dict[str, float]:
@@ -117,8 +121,12 @@ def _head_map(evidence: Evidence) -> str | None:
     if not evidence.is_of_keys and group > 1 and bool((numbers % group != 0).all()):
         return f"only heads {_listed(numbers)}, never the first of a group of {group}: the head map"
     if 0 < len(numbers) < heads.numel():
-        return f"only heads {_listed(numbers)} of {heads.numel()}"
+        return f"only {_named_heads(numbers)} of {heads.numel()}"
     return None
+
+
+def _named_heads(numbers: Tensor) -> str:
+    return f"head{'s' * (len(numbers) > 1)} {_listed(numbers)}"
 
 
 def _swapped_heads(evidence: Evidence) -> str | None:
@@ -172,9 +180,9 @@ def _alignment(evidence: Evidence) -> str | None:
 SIGNATURES: tuple[Callable[[Evidence], str | None], ...] = (
     _not_a_number,
     _empty_rows,
+    _head_map,
     _ratio,
     _missing_part,
-    _head_map,
     _swapped_heads,
     _batches,
     _tail,

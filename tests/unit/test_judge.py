@@ -139,6 +139,11 @@ def test_a_head_that_is_half_a_percent_too_large_is_seen(bench: Bench) -> None:
         assert "head" in verdicts[name].message
 
 
+def test_a_factor_of_some_heads_is_told_of_these_heads_alone(bench: Bench) -> None:
+    verdict = bench.spoiled(dk=in_place(lambda x: x[:, :, 1].copy_(x[:, :, 1].float() * 1.25)))["dk"]
+    assert "only head 1 of 2; all of what is wrong there is 1.25 times what it should be" in verdict.message
+
+
 def test_noise_of_three_roundings_in_a_tile_is_seen(bench: Bench) -> None:
     reference = bench.reference.out[1, 128:256, 3]
     noise = torch.randn(reference.shape, generator=torch.Generator().manual_seed(0)) * reference.abs() * 0.012

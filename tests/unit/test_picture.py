@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_longca.case import Case
-from pytest_longca.drawing import WRONG, svg, svg_of_facts
+from pytest_longca.drawing import WRONG, as_text, svg, svg_of_facts
 from pytest_longca.mask import PredicateMask
 from pytest_longca.masks.document import CausalDocument
 from pytest_longca.masks.regular import Causal, CausalSlidingWindow
-from pytest_longca.picture import draw, drawing, picture
+from pytest_longca.picture import draw, drawing, drawing_of, picture
 from pytest_longca.subject import Finding
 
 
@@ -63,6 +63,18 @@ def test_the_head_and_batch_of_the_first_place_are_drawn() -> None:
     lines = draw(case, findings).splitlines()
     assert lines[0].startswith("custom, batch 1, head 1, 3 queries")
     assert lines[1:] == ["##..", "###.", "###X <", "   ^"]
+
+
+def test_a_finding_that_knows_its_pairs_marks_these_alone() -> None:
+    pairs = [(0, 1), (1, 2)]
+    findings = [
+        Finding("count", "out", "", {"batch": 0, "head": 0, "rows": [0, 1], "keys": [1, 2], "pairs": pairs}),
+        Finding("support", "dv", "", {"batch": 0, "head": 0, "rows": [2], "keys": [0]}),
+    ]
+    found = drawing_of(Case(mask=Causal(3, 3), head_dim=8), findings)
+    assert as_text(found).splitlines()[1:] == ["#X. <", "##X <", "###", " ^^"]
+    assert paths(svg(found))[-1]["d"] == "M1 0h1v1h-1zM2 1h1v1h-1z"
+    assert svg_of_facts(json.loads(json.dumps({"drawing": asdict(found)}))) == svg(found)
 
 
 @pytest.mark.parametrize("findings", [[], [Finding("truth", "out", "shape")]])

@@ -40,7 +40,7 @@ def test_count_sees_every_key_when_there_are_more_keys_than_columns(head_dim_v: 
     for key in range(0, 37, 6):
         blind = make_faulty(Naive(), "blind", wrong_mask(lambda _, mod, key=key: lambda b, h, i, j: mod(b, h, i, j) & (j != key)))
         finding, of_lse = verify(blind, case, CPU, ["count"]).findings
-        assert of_lse.tensor == "lse"
+        assert of_lse.tensor == "lse" and of_lse.place is not None and "keys" not in of_lse.place
         assert f"does not read key {key}, which the mask shows" in finding.message
         assert f"all at key {key}" in finding.message
         assert finding.place is not None and finding.place["keys"] == [key]
@@ -56,6 +56,7 @@ def test_one_wrongly_visible_pair_of_one_head_is_found_and_named(row: int, key: 
     )
     finding = verify(leaky, case, CPU, ["count"]).findings[0]
     assert f"head 3, query {row} reads key {key}, which the mask hides; 1 pair in all: only heads 3" in finding.message
+    assert finding.place == {"batch": 0, "head": 3, "rows": [row], "keys": [key], "pairs": [[row, key]]}
 
 
 def test_masks_that_differ_between_batch_elements_are_probed_copy_by_copy() -> None:
