@@ -37,4 +37,5 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InvalidArgument:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f" did you mean {' or '.join(map(repr, close))}?" if close else ""
-    return InvalidArgument(f"unknown {kind} {name!r}:{hint} Known {kind}s: {', '.join(known)}")
+    kinds = f"{kind}es" if kind.endswith("s") else f"{kind}s"
+    return InvalidArgument(f"unknown {kind} {name!r}:{hint} Known {kinds}: {', '.join(known)}")

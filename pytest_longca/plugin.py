@@ -202,7 +202,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     if not options.typed:
         return None
     session = session_of(config)
-    return f"longca: {', '.join(session.kernels)} on {len(session.masks)} masks, preset {options.preset}, {session.machine.name}"
+    what = "one case" if options.case else f"{len(session.masks)} mask{'s' * (len(session.masks) > 1)}, preset {options.preset}"
+    return f"longca: {', '.join(session.kernels)} on {what}, {session.machine.name}"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

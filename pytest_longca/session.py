@@ -2,13 +2,13 @@
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_longca.budget import Budget
 from pytest_longca.catalogue import Catalogue
-from pytest_longca.errors import DidNotRun
+from pytest_longca.errors import DidNotRun, InvalidArgument
 from pytest_longca.launched import launched_size
 from pytest_longca.machine import Machine
 from pytest_longca.options import Options, select
@@ -23,6 +23,16 @@ if TYPE_CHECKING:
     from pytest_longca.parallel.mechanisms import Mechanism
     from pytest_longca.parallel.pool import Ranks
     from pytest_longca.sampling import LengthSource
+
+
+def _picked(
+    option: str, kind: str, wanted: Sequence[str] | None, known: Iterable[str], groups: dict[str, tuple[str, ...]] | None = None
+) -> tuple[str, ...]:
+    """The wanted names, as `select` has them; its error names the option."""
+    try:
+        return select(kind, wanted, known, groups)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"--longca-{option}: {error}") from None
 
 
 class Session:
@@ -45,7 +55,7 @@ class Session:
     @functools.cached_property
     def kernels(self) -> tuple[str, ...]:
         """The kernels to judge: those asked for, or all that are installed and run on this kind of device."""
-        wanted = select("kernel", self.options.kernels, self.catalogue.kernel_names)
+        wanted = _picked("kernels", "kernel", self.options.kernels, self.catalogue.kernel_names)
         if self.options.kernels is not None:
             return wanted
         return tuple(name for name in wanted if self._is_at_home(self.catalogue.kernel(name)))
@@ -57,7 +67,7 @@ class Session:
     def masks(self) -> tuple[str, ...]:
         """The masks to judge kernels on."""
         wanted = self.options.chosen("masks", "cpu")  # a preset's masks are the same on every device
-        return select("mask", wanted, self.catalogue.mask_names, self.catalogue.mask_groups)
+        return _picked("masks", "mask", wanted, self.catalogue.mask_names, self.catalogue.mask_groups)
 
     @functools.cached_property
     def mechanisms(self) -> "tuple[Mechanism, ...]":
@@ -69,7 +79,7 @@ class Session:
         if self.options.mesh:
             Mesh.parse(self.options.mesh)
         known = mechanisms_of(self._pluginmanager)
-        return tuple(known[name] for name in select("mechanism", self.options.mechanisms, known))
+        return tuple(known[name] for name in _picked("mechanisms", "mechanism", self.options.mechanisms, known))
 
     @functools.cached_property
     def sources(self) -> tuple[Source, ...]:
@@ -95,7 +105,7 @@ class Session:
     def anchor(self) -> str | None:
         """The kernel that others are timed in turns with. Raises InvalidArgument if there is none of that name."""
         name = self.options.anchor
-        return select("kernel", (name,), self.catalogue.kernel_names)[0] if name else None
+        return _picked("anchor", "kernel", (name,), self.catalogue.kernel_names)[0] if name else None
 
     @functools.cached_property
     def processes(self) -> int:
@@ -116,7 +126,6 @@ class Session:
     @functools.cached_property
     def replayed(self) -> "Case | None":
         """The case of --longca-case. Raises InvalidArgument, pointing at the place, if the id is malformed."""
-        from pytest_longca.errors import InvalidArgument
         from pytest_longca.ids import parse_case
 
         if self.options.case is None:

@@ -69,8 +69,8 @@ def test_the_list_shows_refusals_and_runs_nothing(run: Run) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--longca-kernels=nave",), "*unknown kernel 'nave': did you mean 'naive'?*"),
-        (("--longca-masks=casual",), "*unknown mask 'casual': did you mean 'causal'*"),
+        (("--longca-kernels=nave",), "*--longca-kernels: unknown kernel 'nave': did you mean 'naive'?*"),
+        (("--longca-masks=casual",), "*--longca-masks: unknown mask 'casual': did you mean 'causal'*"),
         (("--longca-masks=regulr",), "*did you mean 'regular'*"),
         (("--longca-checks=trth",), "*unknown check 'trth': did you mean 'truth'?*"),
         (("--longca-case=causal(seqlen_q=)/b1",), "*--longca-case*"),

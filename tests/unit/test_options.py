@@ -64,7 +64,7 @@ def test_the_gates_limits_are_fractions_and_off_is_none() -> None:
         ("densities", "x", "not a number"),
         ("preset", "smok", "did you mean 'smoke'"),
         ("dtypes", "bf61", "did you mean 'bf16'"),
-        ("passes", "forward", "unknown pass"),
+        ("passes", "forward", "Known passes: bwd"),
         ("isolate", "of", "did you mean 'off'"),
         ("timeout", "9", "9m"),
         ("memory_limit", "80", "80GB"),

@@ -73,6 +73,13 @@ def test_compare_says_how_many_cases_were_too_noisy_to_judge(baseline: str, tmp_
     assert "no regression: 1 cases compared, 1 of them not in full (too-noisy)" in capsys.readouterr().out
 
 
+def test_a_reader_that_stops_reading_leaves_no_traceback(baseline: str) -> None:
+    command = f"{sys.executable} -m pytest_longca compare {baseline} {baseline} | true; echo ended with ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.strip() == "ended with 141"
+
+
 def test_compare_ends_with_1_and_says_what_became_slower(baseline: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", baseline, new(tmp_path, 300.0)]) == 1
     out = capsys.readouterr().out
