@@ -11,7 +11,7 @@ from pytest_longca.errors import InvalidArgument
 from pytest_longca.intervals import canonical
 from pytest_longca.lengths import checked_count, checked_lengths, document_starts, same_length, spread
 from pytest_longca.mask import Device, Family, Form, Mask, MaskMod, cached_predicate
-from pytest_longca.sampling import awkward_lengths, draw_lengths, draw_prefixes
+from pytest_longca.sampling import awkward_edge, awkward_lengths, draw_lengths, draw_prefixes
 
 if TYPE_CHECKING:
     from pytest_longca.sampling import LengthSource
@@ -49,7 +49,8 @@ class PrefixLmCausal(Mask):
     @classmethod
     def sample(cls, rng: Random, seqlen: int, seqlen_kv: int | None = None) -> Self:
         same_length(cls.name, seqlen, seqlen_kv)
-        return cls(seqlen, seqlen, rng.choice((0, min(1, seqlen), seqlen, rng.randint(0, seqlen), rng.randint(0, seqlen))))
+        prefixes = (0, min(1, seqlen), seqlen, awkward_edge(rng, seqlen), rng.randint(0, seqlen), rng.randint(0, seqlen))
+        return cls(seqlen, seqlen, rng.choice(prefixes))
 
     @classmethod
     def default(cls, seqlen: int, seed: int = 0, lengths: "LengthSource | None" = None) -> Self:

@@ -10,6 +10,7 @@ from torch import Tensor
 from pytest_longca.intervals import canonical
 from pytest_longca.lengths import checked_count
 from pytest_longca.mask import Device, Family, Form, Mask, MaskMod, Varlen, cached_predicate
+from pytest_longca.sampling import awkward_edge
 
 if TYPE_CHECKING:
     from pytest_longca.sampling import LengthSource
@@ -121,7 +122,8 @@ class _Windowed(_Regular):
 
     @classmethod
     def sample(cls, rng: Random, seqlen: int, seqlen_kv: int | None = None) -> Self:
-        window = rng.choice((0, 1, seqlen // 2, max(0, seqlen - 1), seqlen, seqlen + 3, rng.randint(0, seqlen), rng.randint(0, seqlen)))
+        awkward = (0, 1, seqlen // 2, max(0, seqlen - 1), seqlen, seqlen + 3, awkward_edge(rng, seqlen))
+        window = rng.choice((*awkward, rng.randint(0, seqlen), rng.randint(0, seqlen)))
         return cls(seqlen, seqlen if seqlen_kv is None else seqlen_kv, window)
 
     @classmethod

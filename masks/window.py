@@ -10,6 +10,7 @@ from torch import Tensor
 from pytest_longca.intervals import canonical
 from pytest_longca.lengths import checked_count, same_length
 from pytest_longca.mask import Device, Family, Form, Mask, MaskMod, cached_predicate
+from pytest_longca.sampling import awkward_edge
 
 if TYPE_CHECKING:
     from pytest_longca.sampling import LengthSource
@@ -47,7 +48,7 @@ class GlobalSlidingWindow(Mask):
     @classmethod
     def sample(cls, rng: Random, seqlen: int, seqlen_kv: int | None = None) -> Self:
         same_length(cls.name, seqlen, seqlen_kv)
-        awkward = (0, 1, seqlen // 2, seqlen, seqlen + 3)
+        awkward = (0, 1, seqlen // 2, seqlen, seqlen + 3, awkward_edge(rng, seqlen))
         window, num_global = (rng.choice((*awkward, rng.randint(0, seqlen), rng.randint(0, seqlen))) for _ in range(2))
         return cls(seqlen, seqlen, window, num_global)
 

@@ -121,10 +121,10 @@ class Backward:
 
     def _dk(self) -> tuple[Tensor, Bound]:
         ops = self.ops
-        squares, by_delta = self.dk_squares[..., 0] * ops.scale**2, self.squares[..., 1] * ops.scale**2
-        fourths = self.dk_fourths[..., 0] * ops.scale**4
+        squares, by_delta = self.dk_squares[..., 0] * ops.scale**2 * ops.alike, self.squares[..., 1] * ops.scale**2 * ops.alike
+        fourths, of_delta = (x * ops.scale**4 * ops.alike**3 for x in (self.dk_fourths[..., 0], self.fourths[..., 1]))
         # A term that is large itself is along the row with its error in D too: sum of (dS^2 e^2), by Cauchy and Schwarz.
-        with_delta = (fourths * self.fourths[..., 1] * ops.scale**4).sqrt()
+        with_delta = (fourths * of_delta).sqrt()
         terms = Terms(
             absolute=self.dk_absolute * ops.scale,
             squares=DS_ROUNDINGS * squares + by_delta,
@@ -135,21 +135,24 @@ class Backward:
             flushed=self.flushed["dk"] * ops.scale if self.flushed else None,
             common=by_delta,
             parts=squares if ops.case.group > 1 else None,
+            num_parts=ops.case.group,
         )
         return self._of_keys(self.dk * ops.scale, terms)  # the operand q carries the scale's sign
 
     def _dv(self) -> tuple[Tensor, Bound]:
         ops = self.ops
-        squares = self.squares[..., 0]
+        squares = self.squares[..., 0] * ops.alike
         terms = Terms(
             absolute=self.dv_absolute,
             squares=squares,
-            concentrated=concentrated(self.fourths[..., 0], squares, squares),
+            concentrated=concentrated(self.fourths[..., 0] * ops.alike**3, squares, squares),
             growth=self._growth_of_keys(),
             mean=ops.shared_query(ops.do),
             flushed=self.flushed.get("dv"),
             evenness=self.squares[..., 2] / self.squares[..., 3].clamp_min(TINY),
             parts=squares if ops.case.group > 1 else None,
+            num_parts=ops.case.group,
+            columns=ops.columns_dv,
         )
         return self._of_keys(self.dv, terms)
 

@@ -29,6 +29,8 @@ class Values(enum.StrEnum):
     LOW = "low"  # all logits near -120
     HIGH = "high"  # all logits near +100
     SENTINEL = "sentinel"  # all logits below -50000
+    FAINT = "faint"  # do divided by 4096, as after the mean over a batch
+    LOUD = "loud"  # do times 256, as under a loss scale
 
 
 class Layout(enum.StrEnum):
@@ -40,6 +42,8 @@ class Layout(enum.StrEnum):
     OFFSET = "offset"  # a view that starts inside its storage
     PADDED = "padded"  # rows longer than head_dim
     EXPANDED = "expanded"  # heads share memory (stride 0)
+    SHARED = "shared"  # batch elements share memory (stride 0)
+    SINGLE = "single"  # one number (stride 0 on every axis), as the do of out.sum() is
 
 
 OPERANDS = ("q", "k", "v", "do")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,10 @@ BAND_BYTES = 4096
 """Size of the poisoned band before and after each operand: more than a tile's row overrun of any head_dim here."""
 PADDING_TOKENS = 5
 """Poisoned tokens after the last one of each batch element: odd, so that no tile ends on them."""
+PER_DOCUMENT = ("doc_lens", "doc_lens_kv", "prefixes")
+"""Fields of masks that have an entry for each document."""
+OTHER_SCALE = 0.61
+"""The scale of a neighbour: with a scale kept from the case before, it is wrong."""
 TINY = 16
 """Tokens below which a case has no longer neighbour."""
 RECYCLED_COPIES = 4
@@ -99,6 +104,7 @@ def guard(subject: Subject) -> list[Finding]:
 
 
 _APART = (Layout.BHSD, Layout.FUSED, Layout.OFFSET, Layout.PADDED)
+_SHARING = (Layout.EXPANDED, Layout.SHARED, Layout.SINGLE)
 
 
 def layout(subject: Subject) -> list[Finding]:
@@ -109,8 +115,8 @@ def layout(subject: Subject) -> list[Finding]:
     for turn in [turns[subject.case.seed % len(turns)]] if subject.is_slow else turns:
         layouts = (_APART[turn], _APART[turn - 1], _APART[turn - 2], _APART[turn - 3])
         plain = subject.case.layouts
-        if Layout.EXPANDED in plain:  # its heads share memory, and thus values: keep it where it is
-            layouts = tuple(old if old is Layout.EXPANDED else new for old, new in zip(plain, layouts, strict=True))  # type: ignore[assignment]  # still four
+        # What shares memory shares values: it is kept where it is.
+        layouts = tuple(old if old in _SHARING else new for old, new in zip(plain, layouts, strict=True))  # type: ignore[assignment]  # still four
         case = replace(subject.case, layouts=layouts)
         if subject.supports(case):
             result = subject.run(case, make_inputs(case, subject.machine.device))
@@ -120,10 +126,13 @@ def layout(subject: Subject) -> list[Finding]:
 
 
 def repeat(subject: Subject, calls: int = 4) -> list[Finding]:
-    """P7: the same call again, right every time and, where the kernel promises it, equal bit by bit."""
+    """P7: the same call again, right every time and, where the kernel promises it, equal bit by bit.
+
+    Every other time it is not bound again: forward and backward of the call before run once more, as a loop that measures does.
+    """
     findings: list[Finding] = []
     for number in range(2, 3 if subject.is_slow else calls + 2):
-        result = subject.run(subject.case, subject.inputs)
+        result = subject.run_twice() if number % 2 else subject.run(subject.case, subject.inputs)
         findings += _unequal(subject, "repeat", result, number) if subject.kernel.deterministic else []
         findings += subject.findings("repeat", result, f"in call {number}, not in the first")
         if findings:
@@ -176,7 +185,10 @@ def scale(subject: Subject) -> list[Finding]:
 
 
 def state(subject: Subject) -> list[Finding]:
-    """P12: another case between this one's forward and backward, and between two calls: both get what they get alone."""
+    """P12: another case between this one's forward and backward, and between two calls: both get what they get alone.
+
+    And other values in the same memory in the call before.
+    """
     subject.result  # noqa: B018  # the first call comes before any other case
     other = next((subject.other(case) for case in neighbours(subject.case) if subject.supports(case)), None)
     if other is None:
@@ -187,7 +199,18 @@ def state(subject: Subject) -> list[Finding]:
     findings += other.wrong("state", foreign, f"right after another case ({_named(subject.case)})")
     if not findings:
         findings += subject.findings("state", subject.run(subject.case, subject.inputs), f"after another case ({_named(other.case)})")
+    if not findings and not subject.is_slow:
+        findings += subject.findings("state", refilled(subject), "with new values in memory that held others in the call before")
     return findings
+
+
+def refilled(subject: Subject) -> Result:
+    """The case in memory in which the call before found other values: what is kept by address, or an output that is, is stale."""
+    held = Inputs(*(getattr(subject.inputs, name) * -0.5 for name in OPERANDS))
+    subject.run(subject.case, held)
+    for name in OPERANDS:
+        getattr(held, name).copy_(getattr(subject.inputs, name))
+    return subject.run(subject.case, held)
 
 
 def _named(case: Case) -> str:
@@ -199,19 +222,30 @@ def _named(case: Case) -> str:
 
 
 def neighbours(case: Case) -> Iterator[Case]:
-    """Cases that a cache could take for this one: other values and another mask of the same kind, at the same or other lengths.
+    """Cases that a cache could take for this one: other values, another scale, another mask of the same kind, of the same or other lengths.
 
+    Of documents, every second time the same ones in reverse order: as many, as long, and elsewhere.
     A tiny case has no longer neighbour: a kernel that is wrong by itself would be found there, and be blamed for its state.
     """
     rng = Random(case.seed)
-    steps = (0, 7, -3) if case.seed % 2 else (7, -3, 0)
-    for step in steps:
-        if step > 0 and min(case.seqlen_q, case.seqlen_kv) < TINY:
-            continue
-        mask = _resampled(case.mask, rng, max(1, case.seqlen_q + step), max(1, case.seqlen_kv + step))
+    masks: list[Mask | None] = [reversed_lengths(case.mask)] if case.seed % 4 < 2 else []
+    for step in (0, 7, -3) if case.seed % 2 else (7, -3, 0):
+        if step <= 0 or min(case.seqlen_q, case.seqlen_kv) >= TINY:
+            masks.append(_resampled(case.mask, rng, max(1, case.seqlen_q + step), max(1, case.seqlen_kv + step)))
+    masks.append(case.mask)
+    scale = OTHER_SCALE if case.scale != OTHER_SCALE else 2 * OTHER_SCALE
+    for mask in masks:
         if mask is not None and mask.heads in (1, case.heads_q) and mask.batch in (1, case.batch):
-            yield replace(case, mask=mask, seed=case.seed + 1)
-    yield replace(case, seed=case.seed + 1)
+            other = replace(case, mask=mask, seed=case.seed + 1)
+            yield from (replace(other, scale=scale), other)
+
+
+def reversed_lengths(mask: Mask) -> Mask | None:
+    """The mask with its documents in reverse order, or None if it has none or this changes nothing."""
+    lengths = {name: value[::-1] for name in PER_DOCUMENT if isinstance(value := getattr(mask, name, None), tuple)}
+    changed: Any = mask
+    other: Mask | None = replace(changed, **lengths) if lengths else None
+    return None if other == mask else other
 
 
 def _resampled(mask: Mask, rng: Random, seqlen_q: int, seqlen_kv: int) -> Mask | None:

@@ -21,6 +21,15 @@ class Inputs:
     do: Tensor
 
 
+BATCH, HEADS, COLUMNS = 0, 2, 3
+"""Axes of an operand."""
+
+
+def shares_memory(x: Tensor, axis: int) -> bool:
+    """Whether an operand is the same all along an axis, as an expanded one is."""
+    return x.stride(axis) == 0 or x.shape[axis] == 1
+
+
 def shapes(case: Case) -> dict[str, tuple[int, int, int, int]]:
     """The logical BSHD shape of each operand of a case."""
     return {
@@ -49,6 +58,10 @@ def _set_logits(drawn: dict[str, Tensor], case: Case, logit: float) -> None:
     drawn["k"].mul_(0.1).add_(size if product > 0 else -size)
 
 
+def _scale_do(drawn: dict[str, Tensor], factor: float) -> None:
+    drawn["do"].mul_(factor)
+
+
 def _biased(drawn: dict[str, Tensor], case: Case) -> None:
     drawn["k"].add_(2.0)
     drawn["v"].add_(3.0)
@@ -71,6 +84,8 @@ _VALUES: dict[Values, Callable[[dict[str, Tensor], Case], None]] = {
     Values.LOW: lambda drawn, case: _set_logits(drawn, case, -120.0),
     Values.HIGH: lambda drawn, case: _set_logits(drawn, case, 100.0),
     Values.SENTINEL: lambda drawn, case: _set_logits(drawn, case, -60000.0),
+    Values.FAINT: lambda drawn, case: _scale_do(drawn, 2.0**-12),
+    Values.LOUD: lambda drawn, case: _scale_do(drawn, 2.0**8),
 }
 
 
@@ -101,4 +116,6 @@ _LAYOUTS: dict[Layout, Callable[[Tensor], Tensor]] = {
     Layout.OFFSET: _offset,
     Layout.PADDED: _padded,
     Layout.EXPANDED: lambda x: x[:, :, :1].contiguous().expand(x.shape),
+    Layout.SHARED: lambda x: x[:1].contiguous().expand(x.shape),
+    Layout.SINGLE: lambda x: x[:1, :1, :1, :1].contiguous().expand(x.shape),
 }

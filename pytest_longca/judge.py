@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pytest_longca.case import Case
-from pytest_longca.inputs import TORCH_DTYPES, Inputs, shapes
+from pytest_longca.inputs import BATCH, COLUMNS, HEADS, TORCH_DTYPES, Inputs, shapes, shares_memory
 from pytest_longca.limits import SCORE_UNIT, TILE, TILE_ROWS, Bound, along_limit, blocks_in_dtype, deviations, rounding_of, row_limit
 from pytest_longca.reference import Reference
 from pytest_longca.signatures import Evidence, causes, causes_across
@@ -16,6 +16,8 @@ from pytest_longca.signatures import Evidence, causes, causes_across
 OPERAND_OF = {"out": "do", "dq": "q", "dk": "k", "dv": "v"}
 """Each result has the shape of an operand."""
 GRADIENTS = ("dq", "dk", "dv")
+SMALLEST_NORM = {torch.float64: 1e-140, torch.float32: 1e-17}
+"""Norms whose squares and products are exact enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,9 @@ def judge(case: Case, inputs: Inputs, reference: Reference, result: Result, numb
         value, truth = getattr(result, name), getattr(reference, name)
         if value is None or truth is None:
             continue
-        verdict, found = _judge_tensor(case, name, value, truth, reference, result.sums_in_dtype)
+        verdict, found = _judge_tensor(
+            case, name, value, truth, reference, _Circumstances(result.sums_in_dtype, *_copies(case, inputs, name))
+        )
         if numbering is not None:
             verdict, found = _renumbered(verdict, numbering), None
         verdicts.append(verdict)
@@ -114,26 +118,54 @@ def _renumbered(verdict: Verdict, numbering: Tensor) -> Verdict:
 
 
 def _judge_tensor(
-    case: Case, name: str, value: Tensor, truth: Tensor, reference: Reference, sums_in_dtype: bool
+    case: Case, name: str, value: Tensor, truth: Tensor, reference: Reference, circumstances: "_Circumstances"
 ) -> tuple[Verdict, Evidence | None]:
     malformed = _malformed(case, name, value)
     if malformed:
         return Verdict(name, math.inf, False, malformed), None
     x = value.detach().to(truth.device, truth.dtype)
     bound = reference.bounds[name]
-    if sums_in_dtype and name in GRADIENTS:
-        bound = bound.with_sums_in_dtype(blocks_in_dtype(case, name), truth.shape[-1], deviations(truth[..., 0].numel()))
+    if circumstances.sums_in_dtype and name in GRADIENTS:
+        lost = truth.shape[-1] ** 0.5 * rounding_of(case).smallest
+        dim, at_most = truth.shape[-1] // circumstances.columns, deviations(truth[..., 0].numel())
+        bound = bound.with_sums_in_dtype(blocks_in_dtype(case, name), dim, at_most, lost, torch.linalg.vector_norm(truth, dim=-1))
     if name == "lse":
         sizes = _lse_errors(x, truth)
         limits = row_limit(bound, SCORE_UNIT[case.dtype])
         rows = _over(sizes, limits)
         stats = {"rows": _largest(rows)}
     else:
-        sizes, limits, rows, stats = _row_errors(case, name, x, truth, bound, reference)
+        sizes, limits, rows, stats = _row_errors(case, name, x, truth, bound, reference, circumstances)
     worst = max(stats.values())
     if worst <= 1:
         return Verdict(name, worst, True, stats=stats), None
     return _wrong(case, name, x, truth, rows, sizes, limits, worst, stats)
+
+
+@dataclass(frozen=True, slots=True)
+class _Circumstances:
+    """How errors of rows hang together: `batches`, `heads` and `columns` are how many are copies of each other, and so are their errors."""
+
+    sums_in_dtype: bool
+    batches: int
+    heads: int
+    columns: int
+
+
+def _copies(case: Case, inputs: Inputs, name: str) -> tuple[int, int, int]:
+    """How many batch elements, heads and columns of a result are copies of each other, because those of its operands share their memory."""
+    queries = (inputs.q,) if name == "out" else (inputs.q, inputs.do)
+    keys = (inputs.k, inputs.v)
+
+    def are_shared(tensors: tuple[Tensor, ...], axis: int) -> bool:
+        return all(shares_memory(x, axis) for x in tensors)
+
+    columns = case.head_dim_v if name == "dv" and shares_memory(inputs.do, COLUMNS) else 1
+    batches = case.batch if case.mask.batch == 1 and are_shared((*queries, *keys), BATCH) else 1
+    if case.mask.heads > 1 or not are_shared(queries, HEADS):
+        return batches, 1, columns
+    of_group = case.group if name in ("out", "dq") else 1
+    return batches, of_group * (case.heads_kv if are_shared(keys, HEADS) else 1), columns
 
 
 def _malformed(case: Case, name: str, value: Tensor) -> str | None:
@@ -148,7 +180,7 @@ def _malformed(case: Case, name: str, value: Tensor) -> str | None:
 
 
 def _row_errors(
-    case: Case, name: str, x: Tensor, truth: Tensor, bound: Bound, reference: Reference
+    case: Case, name: str, x: Tensor, truth: Tensor, bound: Bound, reference: Reference, copies: _Circumstances
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
     """Row errors, their limits, error over limit of each row `[batch, seqlen, heads]`, and of each head's and the tensor's gain."""
     rounding = rounding_of(case)
@@ -161,6 +193,7 @@ def _row_errors(
         limit = limit.masked_fill((reference.lse == -math.inf).transpose(1, 2), 0.0)
     along = (error * truth).sum(-1).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)  # <error, ref>
     norm = torch.linalg.vector_norm(truth, dim=-1)
+    along = along.masked_fill(norm < SMALLEST_NORM[truth.dtype], 0.0)  # a row whose square underflows has no direction
     along_allowed = along_limit(bound, rounding.unit, deviations(size.numel())) * norm
     over = torch.maximum(_over(size, limit), _over(along.abs(), along_allowed))
     tiles = _over(_tile_errors(size, bound, rounding.unit), torch.tensor(TILE, device=size.device))
@@ -168,8 +201,8 @@ def _row_errors(
     stats = {
         "rows": _largest(over),
         "tiles": _largest(tiles),
-        "head_gain": _largest(_over(along.sum((0, 1)).abs(), _pooled(along_allowed, shared, (0, 1)))),
-        "gain": _largest(_over(along.sum().abs(), _pooled(along_allowed, shared, (0, 1, 2)))),
+        "head_gain": _largest(_over(along.sum((0, 1)).abs(), _pooled(along_allowed, shared, (0, 1), copies.batches))),
+        "gain": _largest(_over(along.sum().abs(), _pooled(along_allowed, shared, (0, 1, 2), copies.batches * copies.heads))),
     }
     if stats["rows"] <= 1 < stats["tiles"]:  # no row alone is wrong: every row of such a tile is
         whole = tiles.shape[1] * TILE_ROWS
@@ -194,9 +227,9 @@ def _largest(ratios: Tensor) -> float:
     return float(ratios.max()) if ratios.numel() else 0.0
 
 
-def _pooled(allowed: Tensor, shared: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The limit of a sum of errors along their rows: independent parts as squares, what rows share as it is."""
-    return (allowed - shared).square().sum(dims).sqrt() + shared.sum(dims)
+def _pooled(allowed: Tensor, shared: Tensor, dims: tuple[int, ...], copies: int) -> Tensor:
+    """The limit of a sum of errors along their rows: independent parts as squares, copies of a row and what rows share as they are."""
+    return (copies * (allowed - shared).square().sum(dims)).sqrt() + shared.sum(dims)
 
 
 def _lse_errors(x: Tensor, truth: Tensor) -> Tensor:

@@ -125,21 +125,24 @@ class Bound:
     def tensors(self) -> Iterator[Tensor]:
         yield from (self.scale, self.spread, self.allowed, self.along, self.squares, self.flush, self.shared)
 
-    def with_sums_in_dtype(self, blocks: int, dim: int, deviations: float) -> "Bound":
+    def with_sums_in_dtype(self, blocks: int, dim: int, deviations: float, lost: float, size: Tensor) -> "Bound":
         """The bound of a kernel that rounds its sums to the dtype after each of `blocks` blocks.
 
-        After t of T blocks the sum has t / T of the squares: (T - 1) / 2 of them are rounded on the way.
+        After t of T blocks the sum has t / T of the squares: (T - 1) / 2 of them are rounded on the way; where terms add up to a larger
+        `size` (a row's norm), they have those of that. `lost` is the norm of a row of the smallest steps' halves: what each rounding costs
+        at most where sums are that small, and independent ones together.
         """
+        steps = lost * math.sqrt(max(blocks - 1, 0))
         times = max(blocks - 1, 0) / 2
-        more2 = times * self.squares
+        more2 = times * torch.maximum(self.squares, size.square())
         return Bound(
             scale=self.scale * (1 + times / 2),
             spread=(self.spread.square() + more2).sqrt(),
             allowed=(self.allowed.square() + isotropic(dim, deviations) ** 2 * more2).sqrt(),
             along=(self.along.square() + more2 * min(3 / dim, 1)).sqrt(),
             squares=self.squares,
-            flush=self.flush,
-            shared=self.shared * (1 + times),  # what is rounded to the same side once is so each time
+            flush=self.flush + steps,
+            shared=self.shared * (1 + times) + steps,  # what is rounded to the same side once is so each time
         )
 
 
@@ -151,7 +154,9 @@ class Terms:
     part of it; `mean` `[..., 1, head_dim]` is the direction that the terms share, as a part of their rms norm; `roundings` is how often
     each term is rounded. `coherent` is the norm of an error that all terms share; `growth` is how much fp32 arithmetic adds to a
     rounding (1 if nothing); `common` are those of `squares` that belong to errors which other rows share; `evenness` in 0 to 1 says that
-    P's roundings do not average out; `parts` are the squares of what is rounded before the last sum, each query head's share of a group.
+    P's roundings do not average out; `parts` are the squares of what is rounded before the last sum, `num_parts` of them, each query head's
+    share of a group;
+    `columns` of a row are copies of each other, and round alike.
     """
 
     absolute: Tensor
@@ -165,6 +170,8 @@ class Terms:
     evenness: Tensor | None = None
     parts: Tensor | None = None
     roundings: int = 1
+    columns: int = 1
+    num_parts: int = 0
 
 
 def concentrated(products: Tensor, squares: Tensor, errors: Tensor) -> Tensor:
@@ -179,13 +186,13 @@ def concentrated(products: Tensor, squares: Tensor, errors: Tensor) -> Tensor:
 
 def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int, deviations: float) -> Bound:
     """The bound of rows `value` `[..., rows, head_dim]`; its fields are `[..., rows]`."""
-    dim = value.shape[-1]
+    dim = value.shape[-1] // terms.columns
     size2 = value.square().sum(-1)
     absolute2 = terms.absolute.square().sum(-1)
     coherent2 = torch.zeros_like(size2) if terms.coherent is None else terms.coherent.square()
     tiny = 1e-290 if value.dtype is torch.float64 else 1e-37
     rounded2 = terms.growth.square() * size2
-    rounded_along2 = terms.growth.square() * value.square().square().sum(-1) / size2.clamp_min(tiny)
+    rounded_along2 = terms.growth.square() * value.square().square().sum(-1) * terms.columns / size2.clamp_min(tiny)
     if terms.parts is not None:  # independent parts are as large as their terms' squares say, parts in one direction as the row
         rounded2, rounded_along2 = 2 * rounded2 + terms.parts, 2 * rounded_along2 + terms.parts / dim
     # Each term, each part and the result rounded at their worst: 2 u each.
@@ -199,7 +206,7 @@ def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int, de
     shared2 = (value * terms.mean).sum(-1).square() / size2.clamp_min(tiny)
     aligned2 = (terms.concentrated + terms.squares * (1 / dim + shared2)).minimum(terms.squares)
     along = (aligned2 + coherent2 + rounded_along2).sqrt()
-    floor = dim**0.5 * rounding.smallest * (1 if rounding.flush else num_terms)
+    floor = value.shape[-1] ** 0.5 * rounding.smallest * (1 + terms.num_parts**0.5 if rounding.flush else num_terms)
     flush = torch.full_like(size2, floor) if terms.flushed is None else torch.linalg.vector_norm(terms.flushed, dim=-1) + floor
     # fp32's errors of scores that are alike are alike.
     shared = flush + (SCALE * rounding.unit * (terms.growth - 1) + truncation(num_terms, rounding)) * size2.sqrt()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pytest_longca.arithmetic import Arithmetic
 from pytest_longca.case import Case
-from pytest_longca.inputs import Inputs
+from pytest_longca.inputs import COLUMNS, HEADS, Inputs, shares_memory
 from pytest_longca.limits import Rounding, deviations, fp32_steps, shared_direction
 from pytest_longca.sweep import Piece, RowTile, Visibility, sweep
 
@@ -25,6 +25,10 @@ class Operands:
         self.device = inputs.q.device
         self.group = case.group if case.mask.heads == 1 else 1
         self.stacks = case.batch * case.heads_q // self.group
+        # Query heads of a group that ask the same and have the same do err alike: `alike` times the terms, whose squares grow by
+        # alike ** 2 where the sum over the heads has them alike times; likewise fourth powers.
+        self.alike = self.group if shares_memory(inputs.q, HEADS) and shares_memory(inputs.do, HEADS) else 1
+        self.columns_dv = case.head_dim_v if shares_memory(inputs.do, COLUMNS) else 1
         self.scale = abs(case.scale)
         q = inputs.q if case.scale > 0 else -inputs.q
         self.q, self.do = (self._queries(arithmetic.native(x)) for x in (q, inputs.do))

@@ -27,6 +27,8 @@ VALUES: dict[Values, Callable[[Case], list[str]]] = {
     Values.LOW: lambda case: _logits(case, -120.0),
     Values.HIGH: lambda case: _logits(case, 100.0),
     Values.SENTINEL: lambda case: _logits(case, -60000.0),
+    Values.FAINT: lambda case: ["do.mul_(2.0**-12)"],
+    Values.LOUD: lambda case: ["do.mul_(2.0**8)"],
 }
 """What is done to the drawn numbers, in place and before they are rounded."""
 
@@ -62,6 +64,16 @@ def padded(x):
 def expanded(x):
     """The first head, which all heads share in memory."""
     return x[:, :, :1].contiguous().expand(x.shape)
+''',
+    Layout.SHARED: '''
+def shared(x):
+    """The first batch element, which all share in memory."""
+    return x[:1].contiguous().expand(x.shape)
+''',
+    Layout.SINGLE: '''
+def single(x):
+    """One number, which is all there is in memory."""
+    return x[:1, :1, :1, :1].contiguous().expand(x.shape)
 ''',
 }
 """A function for each layout that an operand may have."""

@@ -141,11 +141,25 @@ def draw_prefixes(lens: tuple[int, ...], seed: int) -> tuple[int, ...]:
     return tuple(rng.randint(0, length) for length in lens)
 
 
+MANY_DOCUMENTS = 16
+
+
+def awkward_edge(rng: Random, total: int) -> int:
+    """A multiple of a tile's size, at most `total`."""
+    tile = rng.choice((16, 64, 128))
+    return tile * rng.randint(0, total // tile)
+
+
 def awkward_lengths(rng: Random, total: int, num: int | None = None) -> tuple[int, ...]:
-    """`num` lengths (drawn where None) that sum to `total`: empty and one-token documents, equal ones, one that has almost all."""
-    num = num or rng.choice((1, 2, 2, 3, rng.randint(1, 9)))
+    """`num` lengths (drawn where None) that sum to `total`: empty and one-token documents, equal ones, almost all in one, whole tiles.
+
+    Mostly few; sometimes more than a warp has threads, which is how many a scheduler looks up at a time.
+    """
+    num = num or rng.choice((1, 2, 2, 3, rng.randint(1, 9), rng.randint(1, 9), rng.randint(24, 48)))
     near = (0, 1, total - 1, total, total // 2)
-    cuts = sorted(min(total, max(0, rng.choice((*near, rng.randint(0, total), rng.randint(0, total))))) for _ in range(num - 1))
+    tiles = (awkward_edge(rng, total), awkward_edge(rng, total))
+    special = () if num > MANY_DOCUMENTS else (*near, *tiles)  # else most of many were empty
+    cuts = sorted(min(total, max(0, rng.choice((*special, rng.randint(0, total), rng.randint(0, total))))) for _ in range(num - 1))
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
 
 

@@ -27,24 +27,36 @@ TILE_EDGES = tuple(tile + step for tile in (16, 32, 64, 128) for step in (-1, 0,
 """Lengths where tiles begin and end."""
 EDGE_WEIGHT = 4
 """How often each edge is repeated after the plain lengths: with 160 tokens, a third of all lengths then lie at an edge."""
+ORDINARY_LENGTH = 160
+ONE_IS_LONG = 7
+"""One example of seven has a longer sequence than the ordinary ones, and few heads: more tiles than a pipeline has stages."""
+LONGEST = 1100
+"""Keys of a long example of few queries."""
+FEW_QUERIES = 16
+"""Queries of every second long example, where lengths may differ: as many as decoding has, with keys that a kernel splits."""
+LONG_EDGES = tuple(tile + step for tile in (256, 384, 512, 1024) for step in (-1, 0, 1))
 COMPILED_LENGTHS = (17, 64, 129)
 """The lengths of a kernel that compiles for each shape, on a GPU: a compile takes seconds."""
-GROUPS = (1, 2, 3, 7)
-HEADS_KV = (1, 2, 3)
-HEAD_DIMS = (16, 24, 32, 40, 56, 64, 72, 96, 128)
+GROUPS = (1, 2, 3, 7, 4, 8)
+HEADS_KV = (1, 2, 3, 4)
+HEAD_DIMS = (16, 24, 32, 40, 56, 64, 72, 96, 128, 192, 256)
 """Even and odd multiples of 8."""
-SCALES = (0.0, 0.0, 0.37)
-"""The usual scale, mostly (0 is head_dim ** -0.5), and one that no kernel has built in."""
+SCALES = (0.0, 0.0, 0.37, 1.0)
+"""The usual scale, mostly (0 is head_dim ** -0.5), one that no kernel has built in, and none."""
 SCORES = 100_000
 """How many scores (batch * heads_q * seqlen_q * seqlen_kv) an example holds: a few milliseconds for naive on one core."""
+LONG_SCORES = 300_000
+"""The same of a long example."""
 INTERPRETED_SCORES = 2_000
 """The same for a Triton kernel on the CPU, where one 16 x 16 tile takes milliseconds."""
 KERNEL_BLOCKS = (64, 128)
 """Block sizes of the kernels that take only one."""
 MOST_BLOCKS = 4
+MOST_HEADS = 6
+"""The most heads that a block mask samples for itself."""
 INTERPRETED_BLOCK = 16
 PROBE_LENGTHS = tuple(range(12, 21))
-PROBE_EDGES = (65, 129)
+PROBE_EDGES = (64, 65, 128, 129)
 INTERPRETED_LENGTHS = (17, 35)
 """The lengths of the probes of a kernel in Triton's interpreter, each once."""
 
@@ -56,7 +68,7 @@ def cases(
     kernel: Kernel | None = None,
     machine: Machine = CPU,
     *,
-    max_seqlen: int = 160,
+    max_seqlen: int = LONGEST,
     dtypes: Sequence[str] = ("fp32", "bf16", "fp16"),
     values: Sequence[Values] = tuple(Values),
     layouts: Sequence[Layout] = tuple(Layout),
@@ -99,8 +111,10 @@ class _Pools:
         can = kernel.capabilities if kernel else Capabilities(empty_sequences=True)
         self.kernel = kernel
         self.machine = machine
-        self.max_seqlen = max_seqlen
-        self.values, self.layouts = tuple(values), tuple(layouts)
+        self.ordinary, self.longest = min(max_seqlen, ORDINARY_LENGTH), max_seqlen
+        self.values, self.layouts_do = tuple(values), tuple(layouts)
+        # Nobody asks with q, k or v of one number, and with them every score and every rounding is the same.
+        self.layouts = tuple(layout for layout in layouts if layout is not Layout.SINGLE) or (Layout.CONTIGUOUS,)
         self.dtypes = _some("dtype", [dtype for dtype in DTYPES if dtype in dtypes and dtype in can.dtypes], kernel, dtypes)
         self.head_dims = [dim for dim in HEAD_DIMS if dim in can.head_dims] or [can.head_dims[0]]
         self.groups: tuple[int, ...] = GROUPS if can.gqa else (1,)
@@ -112,6 +126,7 @@ class _Pools:
         self.heads_kv: tuple[int, ...] = HEADS_KV
         self.batches, self.scores = 3, SCORES
         self.is_interpreted = kernel is not None and is_interpreted(kernel, machine)
+        self.has_long = not (self.is_interpreted or self.is_compiled) and max_seqlen > ORDINARY_LENGTH
         if self.is_interpreted:  # its programs are counted, not their sizes
             self.groups, self.heads_kv, self.batches, self.scores = self.groups[:3], HEADS_KV[:2], 2, INTERPRETED_SCORES
 
@@ -125,42 +140,73 @@ def _some(what: str, left: list[Any], kernel: Kernel | None, wanted: Sequence[An
 
 @st.composite
 def _cases(draw: DrawFn, classes: list[MaskClass], pools: _Pools) -> Case:
-    cls = draw(st.sampled_from(classes))
-    group, heads_kv = draw(st.sampled_from(pools.groups)), draw(st.sampled_from(pools.heads_kv))
-    batch = draw(st.integers(1, pools.batches))
-    longest = min(pools.max_seqlen, max(1, isqrt(pools.scores // (batch * group * heads_kv))))
-    mask = _draw_mask(draw, cls, pools, longest)
+    # One draw, from which all else comes: of an example with two draws alike Hypothesis makes up to five near copies before the next
+    # fresh one, and of 50 examples ten would be left.
+    return _draw_case(draw(st.randoms(use_true_random=False)), classes, pools)
+
+
+def _draw_case(rng: Random, classes: list[MaskClass], pools: _Pools) -> Case:
+    """A case from random numbers, which Hypothesis draws and shrinks towards 0: to the first of each pool, and few tokens."""
+    cls = rng.choice(classes)
+    is_long = pools.has_long and rng.randrange(ONE_IS_LONG) == ONE_IS_LONG - 1
+    group, heads_kv = rng.choice(pools.groups[:2] if is_long else pools.groups), rng.choice(pools.heads_kv)
+    batch = rng.randint(1, pools.batches)
+    if is_long:
+        batch = heads_kv = 1
+        mask = _long_mask(rng, cls, pools, group)
+    else:
+        longest = min(pools.ordinary, max(1, isqrt(pools.scores // (batch * group * heads_kv))))
+        sizes = [_length(rng, pools, longest) for _ in range(2 if cls.unequal_lengths and rng.randrange(3) == 2 else 1)]
+        mask = _sample(rng, cls, pools, *sizes)
     if mask.heads > 1:
         heads_kv, group = split_heads(mask.heads, group)
-    head_dim = draw(st.sampled_from(pools.head_dims))
+    head_dim = rng.choice(pools.head_dims)
     case = Case(
         mask=mask,
         batch=mask.batch if mask.batch > 1 else batch,
         heads_q=heads_kv * group,
         heads_kv=heads_kv,
         head_dim=head_dim,
-        head_dim_v=draw(st.sampled_from([head_dim, *pools.head_dims])) if pools.unequal_head_dims else head_dim,
-        dtype=draw(st.sampled_from(pools.dtypes)),
-        direction=draw(st.sampled_from(pools.directions)),
-        scale=draw(st.sampled_from(SCALES)),
-        values=draw(st.sampled_from(pools.values)),
-        layouts=draw(st.tuples(*[st.sampled_from(pools.layouts)] * 4)),
-        seed=draw(st.integers(0, 2**16)),
+        head_dim_v=rng.choice([head_dim, *pools.head_dims]) if pools.unequal_head_dims else head_dim,
+        dtype=rng.choice(pools.dtypes),
+        direction=rng.choice(pools.directions),
+        scale=rng.choice(SCALES),
+        values=rng.choice(pools.values),
+        layouts=(*(rng.choice(pools.layouts) for _ in range(3)), rng.choice(pools.layouts_do)),  # type: ignore[arg-type]  # four of them
+        seed=rng.randint(0, 2**16),
     )
     return _supported(case, pools.kernel, pools.machine)
 
 
-def _draw_mask(draw: DrawFn, cls: MaskClass, pools: _Pools, longest: int) -> Mask:
-    """A mask by its own `sample`, whose random numbers Hypothesis draws and shrinks."""
-    seqlen = draw(_lengths(pools, longest))
-    sizes = {}
-    if cls.unequal_lengths and draw(st.integers(0, 2)) == 2:
-        sizes["seqlen_kv"] = draw(_lengths(pools, longest))
-    rng = draw(st.randoms(use_true_random=False))
+def _sample(rng: Random, cls: MaskClass, pools: _Pools, *sizes: int) -> Mask:
+    """A mask over `seqlen` or `seqlen, seqlen_kv`, by its own `sample`."""
     if Form.BLOCK_MAP in cls.forms:  # such a mask needs at least one token
-        seqlen, sizes = max(1, seqlen), {name: max(1, size) for name, size in sizes.items()}
-    mask = cls.sample(rng, seqlen, **sizes)
+        sizes = tuple(max(1, size) for size in sizes)
+    mask = cls.sample(rng, *sizes)
     return _coarse(mask) if pools.is_interpreted else mask
+
+
+def _length(rng: Random, pools: _Pools, longest: int) -> int:
+    """A length from one integer range, so that it shrinks across: plain ones first, then the tile edges, repeated."""
+    if pools.is_compiled:
+        return rng.choice(COMPILED_LENGTHS)
+    edges = [edge for edge in TILE_EDGES if edge <= longest] * EDGE_WEIGHT
+    number = rng.randint(pools.shortest, longest + len(edges))
+    return number if number <= longest else edges[number - longest - 1]
+
+
+def _long_mask(rng: Random, cls: MaskClass, pools: _Pools, group: int) -> Mask:
+    """A mask over more tokens than an ordinary example has, or over few queries and yet more keys."""
+    heads = MOST_HEADS if Form.BLOCK_MAP in cls.forms else group
+    if cls.unequal_lengths and rng.randrange(2):
+        return _sample(rng, cls, pools, rng.choice((1, 2, rng.randint(1, FEW_QUERIES))), _long_length(rng, pools.longest))
+    return _sample(rng, cls, pools, _long_length(rng, min(pools.longest, isqrt(LONG_SCORES // heads))))
+
+
+def _long_length(rng: Random, longest: int) -> int:
+    """A length beyond the ordinary ones, every second time at a tile edge where there is one."""
+    edges = [edge for edge in LONG_EDGES if ORDINARY_LENGTH < edge <= longest]
+    return rng.choice(edges) if edges and rng.randrange(2) else rng.randint(ORDINARY_LENGTH, longest)
 
 
 def _coarse(mask: Mask) -> Mask:
@@ -175,14 +221,6 @@ def _coarse(mask: Mask) -> Mask:
 def num_blocks(mask: Mask) -> int:
     """Blocks of a block mask's map, of one head."""
     return len(mask.sizes_q()) * len(mask.sizes_kv())  # type: ignore[attr-defined]  # block masks have them
-
-
-def _lengths(pools: _Pools, longest: int) -> SearchStrategy[int]:
-    """Lengths from one integer range, so that they shrink across: plain ones first, then the tile edges, repeated."""
-    if pools.is_compiled:
-        return st.sampled_from(COMPILED_LENGTHS)
-    edges = [edge for edge in TILE_EDGES if edge <= longest] * EDGE_WEIGHT
-    return st.integers(pools.shortest, longest + len(edges)).map(lambda n: n if n <= longest else edges[n - longest - 1])
 
 
 def split_heads(heads_q: int, group: int) -> tuple[int, int]:

@@ -105,6 +105,19 @@ class Subject:
         self.facts.update(call.facts)
         return as_result(call, out, lse, dq, dk, dv)
 
+    def run_twice(self) -> Result:
+        """What the case's own call gives when all of it ran before, the backward twice after one forward. Raises as `run` does."""
+        case, inputs = self.case, self.inputs
+        with kernel_errors(self.kernel.name):
+            call = self.kernel.bind(case, inputs)
+            for backwards in (1, 2):
+                out, lse = finish_forward(case, call)
+                for _ in range(backwards):
+                    grads = finish_backward(case, call, inputs.do) if case.direction.needs_backward else (None, None, None)
+            if self.machine.device == "cuda":
+                torch.cuda.synchronize()
+        return as_result(call, out, lse, *grads)
+
     def judge(self, result: Result) -> list[Verdict]:
         """The verdicts on a result of this case's own values."""
         self.facts[truth.VERIFIED] = truth.verified_by(self.case, self.inputs.q.device)

@@ -14,7 +14,16 @@ from pytest_longca.kernel import Capabilities, Kernel
 from pytest_longca.kernels.naive import Naive
 from pytest_longca.machine import CPU, H200, Machine
 from pytest_longca.mask import Form
-from pytest_longca.strategies import COMPILED_LENGTHS, INTERPRETED_SCORES, SCORES, TILE_EDGES, cases, probe_cases
+from pytest_longca.strategies import (
+    COMPILED_LENGTHS,
+    INTERPRETED_SCORES,
+    LONG_SCORES,
+    ORDINARY_LENGTH,
+    SCORES,
+    TILE_EDGES,
+    cases,
+    probe_cases,
+)
 
 MANY = settings(max_examples=150, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -58,7 +67,8 @@ class Blocky(Narrow):
 @given(cases())
 @MANY
 def test_every_drawn_case_is_affordable_and_its_id_reads_back(case: Case) -> None:
-    assert scores(case) <= max(SCORES, case.batch * case.heads_q * 8 * 8) or case.mask.heads > 1
+    is_long = max(case.seqlen_q, case.seqlen_kv) > ORDINARY_LENGTH
+    assert scores(case) <= (LONG_SCORES if is_long else max(SCORES, case.batch * case.heads_q * 8 * 8)) or case.mask.heads > 1
     assert parse_case(case.id) == case
 
 
@@ -84,6 +94,13 @@ def test_every_awkward_thing_is_drawn() -> None:
         "unequal lengths": lambda case: case.seqlen_q != case.seqlen_kv,
         "a length at a tile edge": lambda case: case.seqlen_q in TILE_EDGES,
         "rows that see nothing": lambda case: bool((~case.mask.dense().any(-1)).any()),
+        "more documents than a warp has threads": lambda case: len(case.mask.doc_lens) > 32,  # type: ignore[attr-defined]
+        "a document of whole tiles": lambda case: any(n and n % 64 == 0 for n in case.mask.doc_lens[:-1]),  # type: ignore[attr-defined]
+        "four tiles of 128": lambda case: case.seqlen_q > 384,
+        "few queries and many keys": lambda case: case.seqlen_q <= 16 and case.seqlen_kv > 512,
+        "32 query heads": lambda case: case.heads_q == 32,
+        "a large head_dim": lambda case: case.head_dim == 256,
+        "no scale": lambda case: case.scale == 1.0,
         "group 7": lambda case: case.group == 7,
         "group unequal heads_kv": lambda case: case.group == 3 and case.heads_kv == 2,
         "odd multiple of 8": lambda case: case.head_dim % 16 == 8,
@@ -96,6 +113,13 @@ def test_every_awkward_thing_is_drawn() -> None:
         **{f"layout {layout}": lambda case, layout=layout: layout in case.layouts for layout in Layout},  # type: ignore[misc]
     }
     assert [what for what, is_it in wanted.items() if not any(map(is_it, found))] == []
+
+
+def test_examples_are_no_near_copies_of_each_other() -> None:
+    found = drawn(cases(["causal"], Naive()), 50)
+    assert len(set(found)) >= 45
+    assert len({(case.seqlen_q, case.seqlen_kv) for case in found}) >= 30
+    assert sum(case.seqlen_q * case.seqlen_kv <= 1 for case in found) <= 8
 
 
 @pytest.mark.parametrize(
