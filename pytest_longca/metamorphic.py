@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from pytest_longca.case import Direction, Layout
+from pytest_longca.hazards import reversed_lengths
 from pytest_longca.inputs import Inputs
 from pytest_longca.judge import Result
 from pytest_longca.mask import Mask
 from pytest_longca.subject import TENSORS, Finding, Subject
 
 PLAIN = (Layout.CONTIGUOUS,) * 4
+MOST_PAIRS = 2**24
+"""Of (query, key) pairs for which the dense mask is compared."""
 
 
 def metamorphic(subject: Subject) -> list[Finding]:
@@ -94,6 +97,48 @@ def _regular_mask(seqlen_q: int, seqlen_kv: int, is_causal: bool) -> Mask:
     return Causal(seqlen_q, seqlen_kv) if is_causal else Full(seqlen_q, seqlen_kv)
 
 
+def reversed_documents(subject: Subject) -> Iterator[Result]:
+    """The documents in reverse order give the results in that order, where the mask knows no first or last document."""
+    case = subject.case
+    mask = reversed_lengths(case.mask)
+    if mask is None or case.seqlen_q * case.seqlen_kv > MOST_PAIRS:
+        return
+    rows, keys = (_reversed_tokens(case.mask, side) for side in ("doc_lens", "doc_lens_kv"))
+    case = replace(case, mask=mask, layouts=PLAIN)
+    if not torch.equal(mask.dense(), subject.case.mask.dense()[:, :, rows][..., keys]) or not subject.supports(case):
+        return
+    q, k, v, do = _tensors(subject.inputs)
+    there = [x[:, order.to(x.device)].contiguous() for x, order in ((q, rows), (k, keys), (v, keys), (do, rows))]
+    back = {"lse": (2, rows), "out": (1, rows), "dq": (1, rows), "dk": (1, keys), "dv": (1, keys)}
+
+    def restore(name: str, x: Tensor) -> Tensor:
+        axis, order = back[name]
+        return x.index_select(axis, order.argsort().to(x.device))
+
+    yield _map(subject.run(case, Inputs(*there)), restore)
+
+
+def _reversed_tokens(mask: Mask, field: str) -> Tensor:
+    """The tokens' numbers with the documents in reverse order and each in its own, int64 `[seqlen]`."""
+    lengths: tuple[int, ...] = getattr(mask, field, None) or getattr(mask, "doc_lens")  # noqa: B009  # fields of these mask kinds alone
+    parts = torch.arange(sum(lengths)).split(lengths)
+    return torch.cat(parts[::-1])
+
+
+def wide_window(subject: Subject) -> Iterator[Result]:
+    """A window as wide as both sequences is no window."""
+    from pytest_longca.masks.regular import Causal, CausalSlidingWindow, Full, FullSlidingWindow
+
+    with_window: dict[type[Mask], type[FullSlidingWindow | CausalSlidingWindow]] = {Full: FullSlidingWindow, Causal: CausalSlidingWindow}
+    windowed = with_window.get(type(subject.case.mask))
+    if windowed is None:
+        return
+    lengths = subject.case.seqlen_q, subject.case.seqlen_kv
+    case = replace(subject.case, mask=windowed(*lengths, window=sum(lengths)))
+    if subject.supports(case):
+        yield subject.run(case, subject.inputs)
+
+
 def doubled_do(subject: Subject) -> Iterator[Result]:
     """Gradients are linear in do: twice the do gives exactly twice the gradients (a power of two rounds nothing)."""
     if not subject.case.direction.needs_backward or subject.case.dtype == "fp16":  # fp16 gradients underflow
@@ -140,6 +185,8 @@ RELATIONS: dict[str, Relation] = {
     "with the heads reversed": permuted_heads,
     "with one batch element alone": one_batch_element_alone,
     "with each document alone": documents_alone,
+    "with the documents reversed": reversed_documents,
+    "with a window as wide as both sequences": wide_window,
     "with do doubled": doubled_do,
     "merged from two halves of the keys": halves_merged,
 }

@@ -78,7 +78,8 @@ def _examples(kernel: Kernel, mask: MaskClass, machine: Machine, examples: int) 
     )
     @given(cases([mask], kernel, machine))
     def run(case: Case) -> None:
-        seen.append((case, verify(kernel, case, machine, GROUPS["default"])))
+        if not seen or isinstance(seen[-1][1].outcome, Passed):  # what fails once may not do so in Hypothesis' own repetition
+            seen.append((case, verify(kernel, case, machine, GROUPS["default"])))
         if not isinstance(seen[-1][1].outcome, Passed):
             raise CheckFailed(case.id)
 

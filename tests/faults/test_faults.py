@@ -17,10 +17,10 @@ from pytest_longca.strategies import probe_cases
 EXPECTED = {
     "window_left_wide": ("count", "reads key 0, which the mask hides; 132 pairs (query, key) in all: all 1 left of the diagonal"),
     "window_left_narrow": ("count", "does not read key 1, which the mask shows; 132 pairs (query, key) in all"),
-    "window_right_wide": ("count", "which the mask hides; 48 pairs (query, key) in all: all 8 right of the diagonal"),
+    "window_right_wide": ("count", "which the mask hides; 96 pairs (query, key) in all: all 4 right of the diagonal"),
     "window_ignored": ("count", "which the mask hides"),
     "window_backward_wide": ("support", "its own dq is wrong"),
-    "global_rows_lost": ("count", "query 0 does not read key 10, which the mask shows"),
+    "global_rows_lost": ("count", "query 0 does not read key 12, which the mask shows"),
     "causal_top_left": ("count", "query 0 does not read key 1, which the mask shows"),
     "causal_strict": ("count", "which the mask shows; 144 pairs (query, key) in all: all on the diagonal"),
     "causal_one_ahead": ("count", "which the mask hides; 132 pairs (query, key) in all: all 1 right of the diagonal"),
@@ -28,15 +28,15 @@ EXPECTED = {
     "backward_only_causal": ("support", "its own dq is wrong"),
     "backward_pairs_dropped": ("support", "do is non-zero in query 11 of head 0 alone: its own dq is wrong"),
     "backward_tile_dropped": ("support", "its own dq is wrong (0, due"),
-    "document_leak": ("count", "query 0 reads key 2, which the mask hides; 24 pairs (query, key) in all: all at key 2"),
-    "document_first_lost": ("count", "query 2 does not read key 2, which the mask shows"),
+    "document_leak": ("count", "query 0 reads key 1, which the mask hides; 12 pairs (query, key) in all: all 1 right of the diagonal"),
+    "document_first_lost": ("count", "query 1 does not read key 1, which the mask shows"),
     "documents_merged": ("count", "which the mask hides"),
     "document_lengths_reversed": ("count", "which the mask hides"),
-    "question_half_shared": ("count", "does not read key 1, which the mask shows; 120 pairs (query, key) in all: all at key 1"),
+    "question_half_shared": ("count", "does not read key 6, which the mask shows; 72 pairs (query, key) in all: all in query 12"),
     "blocks_from_start": ("count", "which the mask hides"),
-    "prefix_long": ("count", "reads key 2, which the mask hides; 24 pairs (query, key) in all: all at key 2"),
-    "prefix_short": ("count", "does not read key 1, which the mask shows"),
-    "prefixes_long": ("count", "which the mask hides; 36 pairs (query, key) in all: all at key 7"),
+    "prefix_long": ("count", "reads key 9, which the mask hides; 108 pairs (query, key) in all: all at key 9"),
+    "prefix_short": ("count", "does not read key 8, which the mask shows; 96 pairs (query, key) in all: all at key 8"),
+    "prefixes_long": ("count", "which the mask hides; 72 pairs (query, key) in all"),
     "prefixes_shifted": ("count", "which the mask"),
     "phantom_zero_keys": ("count", "the weight 0.0625, and its 12 visible keys share 1 equally"),
     "phantom_large_keys": ("count", "and its 12 visible keys share 1 equally"),
@@ -89,6 +89,36 @@ EXPECTED = {
     "q_changed_in_place": ("", ""),
     "reads_beyond_values": ("layout", "out: with q"),
     "writes_beyond_keys": ("guard", "k: the call wrote to 1 elements outside the operand k"),
+    "window_right_exclusive": ("count", "which the mask shows"),
+    "causal_ahead_if_longer": ("count", "all 1 right of the diagonal"),
+    "document_leak_after_empty": ("count", "which the mask hides"),
+    "document_leak_after_tiles": ("", "which the mask hides"),
+    "documents_beyond_warp": ("", ""),
+    "prefix_of_tiles_long": ("count", "which the mask hides"),
+    "prefix_first_only": ("count", "which the mask shows"),
+    "block_map_of_group": ("count", "never the first of a group"),
+    "blocks_taken_for_uniform": ("count", "which the mask hides"),
+    "keys_beyond_lost": ("count", "does not read key 256, which the mask shows"),
+    "keys_beyond_lost_backward": ("", ""),
+    "key_splits_lost": ("count", "does not read key 256, which the mask shows"),
+    "first_tile_hidden": ("count", "gives NaN or infinity"),
+    "group_of_four_halved": ("support", "gets no dk, and the query sees it"),
+    "heads_beyond_32": ("count", "which the mask hides"),
+    "do_single_ignored": ("truth", "dq"),
+    "k_shared_ignored": ("truth", "out"),
+    "scale_backward_usual": ("", ""),
+    "maximum_of_all": ("", ""),
+    "do_faint_lost": ("truth", "dq"),
+    "do_loud_overflows": ("truth", "holds inf"),
+    "dq_one_key_nan": ("support", "gets a dq of nan"),
+    "dk_beyond_128": ("support", "gets no dk"),
+    "dq_last_8": ("support", "its own dq is wrong (0, due"),
+    "lse_of_other_head": ("truth", "lse"),
+    "scale_kept_by_shape": ("state", "right after another case"),
+    "mask_kept_by_longest": ("state", "right after another case"),
+    "out_kept_by_address": ("state", "in memory that held others"),
+    "backward_twice": ("repeat", "dq"),
+    "forward_twice": ("repeat", "out"),
 }
 """Which check catches each fault first ("" where the draw decides), and what its message says."""
 
@@ -123,7 +153,9 @@ def test_the_selftest_hunts_the_faults_it_is_given() -> None:
 
 
 def test_a_fault_that_nothing_shows_is_reported_as_missed() -> None:
-    harmless = replace(FAULTS["custom_scale_ignored"], name="none", description="does nothing")
+    harmless = replace(
+        FAULTS["causal_strict"], name="none", description="does nothing", bind=lambda inner, case, inputs: inner.bind(case, inputs)
+    )
     catch = hunt(harmless, CPU, examples=1)
     assert catch.check is None
     assert str(catch) == f"none: MISSED by {catch.num_cases} cases (does nothing)"
