@@ -196,7 +196,7 @@ def _row_errors(
     along = along.masked_fill(norm < SMALLEST_NORM[truth.dtype], 0.0)  # a row whose square underflows has no direction
     along_allowed = along_limit(bound, rounding.unit, deviations(size.numel())) * norm
     over = torch.maximum(_over(size, limit), _over(along.abs(), along_allowed))
-    tiles = _over(_tile_errors(size, bound, rounding.unit), torch.tensor(TILE, device=size.device))
+    tiles = _over(_tile_errors(size, bound, rounding.unit), torch.tensor(TILE if copies.columns == 1 else math.inf, device=size.device))
     shared = bound.shared * norm
     stats = {
         "rows": _largest(over),
