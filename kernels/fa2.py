@@ -23,7 +23,7 @@ from pytest_longca.inputs import Inputs
 from pytest_longca.kernel import Capabilities, Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
-from pytest_longca.packing import Packing, aligned, band_of, copied, packing_of, regular_form
+from pytest_longca.packing import Packing, aligned, band_of, copied, dense_or_varlen, packing_of, regular_form
 from pytest_longca.snippets import documents, flash_attention_call, operands, results
 
 EXTENSION = "flash_attn_2_cuda"
@@ -114,16 +114,7 @@ def package_attention(packing: Packing, scale: float) -> Callable[..., Any]:
 
     band = packing.band
     options = {"softmax_scale": scale, "causal": band.is_causal, "window_size": band.sides(-1), "return_attn_probs": True}
-    if not packing.is_packed:
-        return functools.partial(flash_attn_func, **options)
-    return functools.partial(
-        flash_attn_varlen_func,
-        cu_seqlens_q=packing.cu_seqlens_q,
-        cu_seqlens_k=packing.cu_seqlens_kv,
-        max_seqlen_q=packing.max_seqlen_q,
-        max_seqlen_k=packing.max_seqlen_kv,
-        **options,
-    )
+    return dense_or_varlen(packing, flash_attn_func, flash_attn_varlen_func, options)
 
 
 def torch_attention(packing: Packing, scale: float) -> Callable[..., Any]:

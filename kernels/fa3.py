@@ -7,7 +7,6 @@ Directions: forward, and backward if the build has it (its flash_attn_config say
 Architectures: sm90. Determinism: forward; not dq.
 """
 
-import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from pytest_longca.kernel import Capabilities, Kernel, Requirement
 from pytest_longca.kernels.fa2 import minus_infinity
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
-from pytest_longca.packing import Packing, aligned, copied, packing_of
+from pytest_longca.packing import Packing, aligned, copied, dense_or_varlen, packing_of
 from pytest_longca.snippets import flash_attention_call
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -82,16 +81,7 @@ def interface_attention(packing: Packing, scale: float) -> Callable[..., Any]:
 
     band = packing.band
     options = {"softmax_scale": scale, "causal": band.is_causal, "window_size": band.sides(-1), "return_attn_probs": True}
-    if not packing.is_packed:
-        return functools.partial(flash_attn_func, **options)
-    return functools.partial(
-        flash_attn_varlen_func,
-        cu_seqlens_q=packing.cu_seqlens_q,
-        cu_seqlens_k=packing.cu_seqlens_kv,
-        max_seqlen_q=packing.max_seqlen_q,
-        max_seqlen_k=packing.max_seqlen_kv,
-        **options,
-    )
+    return dense_or_varlen(packing, flash_attn_func, flash_attn_varlen_func, options)
 
 
 def build_flags() -> Mapping[str, bool]:

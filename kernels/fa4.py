@@ -25,7 +25,7 @@ from pytest_longca.kernels.cudnn_flex import DSL, row_intervals_of
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form, Mask
 from pytest_longca.masks.block import UniformBlock
-from pytest_longca.packing import Packing, aligned, copied, packing_of
+from pytest_longca.packing import Packing, aligned, copied, dense_or_varlen, packing_of
 from pytest_longca.snippets import flash_attention_call
 
 if TYPE_CHECKING:
@@ -99,16 +99,7 @@ def regular_attention(packing: Packing, scale: float) -> Callable[..., Any]:
     band = packing.band
     window = (None, None) if band.is_causal else band.sides(None)
     options = {"softmax_scale": scale, "causal": band.is_causal, "window_size": window, "return_lse": True}
-    if not packing.is_packed:
-        return functools.partial(flash_attn_func, **options)
-    return functools.partial(
-        flash_attn_varlen_func,
-        cu_seqlens_q=packing.cu_seqlens_q,
-        cu_seqlens_k=packing.cu_seqlens_kv,
-        max_seqlen_q=packing.max_seqlen_q,
-        max_seqlen_k=packing.max_seqlen_kv,
-        **options,
-    )
+    return dense_or_varlen(packing, flash_attn_func, flash_attn_varlen_func, options)
 
 
 def listed_attention(case: Case, device: torch.device) -> Callable[..., Any]:

@@ -4,9 +4,11 @@ One helper for all of them, so that document lengths, windows and the batch mean
 every batch element repeats the mask's documents.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,6 +129,22 @@ def packing_of(case: Case, device: torch.device | str, always_packed: bool = Fal
 
 def _cu_seqlens(lens: tuple[int, ...], device: torch.device | str) -> Tensor:
     return torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(device)
+
+
+def dense_or_varlen(
+    packing: Packing, dense: Callable[..., Any], varlen: Callable[..., Any], options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """FlashAttention's function of `(q, k, v)` for a packing: its dense form, or its varlen form with the lengths, with `options`."""
+    if not packing.is_packed:
+        return functools.partial(dense, **options)
+    return functools.partial(
+        varlen,
+        cu_seqlens_q=packing.cu_seqlens_q,
+        cu_seqlens_k=packing.cu_seqlens_kv,
+        max_seqlen_q=packing.max_seqlen_q,
+        max_seqlen_k=packing.max_seqlen_kv,
+        **options,
+    )
 
 
 def aligned(x: Tensor) -> Tensor:
