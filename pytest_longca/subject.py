@@ -81,6 +81,16 @@ class Subject:
         copies: dict[str, Any] = {name: None if (x := getattr(given, name)) is None else x.clone() for name in TENSORS}
         return dataclasses.replace(given, **copies)
 
+    @cached_property
+    def verdicts(self) -> list[Verdict]:
+        """The verdicts on the clean result."""
+        return self.judge(self.result)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the clean result is the truth."""
+        return all(verdict.ok for verdict in self.verdicts)
+
     def other(self, case: Case) -> "Subject":
         """The same kernel on another case."""
         return Subject(self.kernel, case, self.machine)
@@ -132,9 +142,10 @@ class Subject:
     def wrong(self, check: str, result: Result, circumstance: str = "") -> list[Finding]:
         """What the truth says against a result, as findings of a check."""
         prefix = f"{circumstance}: " if circumstance else ""
+        verdicts = self.verdicts if result is self.result else self.judge(result)
         return [
             Finding(check, verdict.tensor, prefix + verdict.message, _place(verdict, self.case.group), verdict.error_over_limit)
-            for verdict in self.judge(result)
+            for verdict in verdicts
             if not verdict.ok
         ]
 

@@ -182,6 +182,28 @@ def test_each_circumstance_check_sees_by_itself_what_it_is_for(fault: str, check
     assert {finding.check for finding in verification.findings} == {check}
 
 
+def test_a_plainly_wrong_kernel_is_not_blamed_for_its_state_too() -> None:
+    plain = Scripted(forward=lambda out, lse: (out * 2, lse))
+    for seed in range(4):  # neighbours of each kind
+        findings = verify(plain, replace(CASE, mask=Causal(20, 20), seed=seed), CPU, ["truth", "state"]).findings
+        assert {finding.check for finding in findings} == {"truth"}
+
+
+def test_a_state_that_spoils_every_later_call_is_reproducible() -> None:
+    scales: list[float] = []
+
+    class Lagging(Naive):
+        """Takes the scale of the call before: right as long as there is one scale."""
+
+        def bind(self, case: Case, inputs: Inputs) -> AutogradCall:
+            scales.append(case.scale)
+            return super().bind(replace(case, scale=scales[-2:][0]), inputs)
+
+    verification = verify(Lagging(), replace(CASE, mask=Full(9, 9)), CPU, ["truth", "state"])
+    assert {finding.check for finding in verification.findings} == {"state"}
+    assert isinstance(verification.outcome, Wrong) and verification.outcome.reproducible
+
+
 def test_a_kernel_that_promises_determinism_is_held_to_every_bit() -> None:
     calls = iter(range(100))
 
