@@ -128,7 +128,7 @@ def _run(name: str, subject: Subject, findings: list[Finding]) -> Outcome | None
 
 
 def _repeats(check: str, subject: Subject) -> bool:
-    """Whether the check finds something again in a new start, in which a state that outlived the first may spoil the clean result itself."""
+    """Whether the check finds something again in a new start; a state that outlived the first start may spoil the clean result itself."""
     again: list[Finding] = []
     return any(_run(name, subject, again) is not None or bool(again) for name in dict.fromkeys((check, "truth")))
 
