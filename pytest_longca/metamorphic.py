@@ -21,6 +21,7 @@ MOST_PAIRS = 2**24
 
 def metamorphic(subject: Subject) -> list[Finding]:
     """All relations that the case allows. The related question's answer, carried back, must be the truth about this one."""
+    subject.result  # noqa: B018  # first, so that what a kernel keeps of it shows in the related questions
     findings: list[Finding] = []
     for name, relation in RELATIONS.items():
         for result in relation(subject):
