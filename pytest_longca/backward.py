@@ -31,6 +31,7 @@ class Backward:
         self.dk_absolute, self.dv_absolute = zeros(*keys, case.head_dim), zeros(*keys, case.head_dim_v)
         self.squares = zeros(*keys, 4)  # of dv, of dk by D, evenness, P
         self.dk_squares, self.dk_fourths = zeros(*keys, 1), zeros(*keys, 1)
+        self.dk_terms = zeros(*keys, 1) if ops.same_p else self.dk_squares
         self.fourths = zeros(*keys, 2)  # of dv, of dk by D
         self.flushed = {}
         if ops.rounding.flush:
@@ -75,6 +76,9 @@ class Backward:
         k_norm2 = ops.keys(ops.k_norm2, piece)[..., None]
         self._to_rows(self.dq_squares, rows, ar.bound(square, ar.rough(k_norm2))[..., 0])
         self._to_rows(self.dq_fourths, rows, ar.bound(fourth, ar.rough(k_norm2.square()))[..., 0])
+        if ops.same_p:
+            square, fourth, term = self._of_one_query(size, ds.value)
+            ops.add_keys(self.dk_terms, piece, ar.bound(term.mT, rows.q_squares))
         ops.add_keys(self.dk_squares, piece, ar.bound(square.mT, rows.q_squares))
         ops.add_keys(self.dk_fourths, piece, ar.bound(fourth.mT, rows.q_fourths))
         if ops.rounding.flush:
@@ -92,6 +96,18 @@ class Backward:
         size = self.ops.arithmetic.rough(torch.maximum(widened(weights.value.abs(), flush), of_p))
         square = size.square()
         return size, square, square.square()
+
+    def _of_one_query(self, size: Tensor, ds: Tensor) -> tuple[Tensor, ...]:
+        """What errors and terms have where the heads of a group are one term of dk, as they have the same q.
+
+        The squares of its errors, these times the square of the term, and that square. P's rounding is the same in all heads and costs
+        the sum of dS; dS's roundings are each head's own, unless dS is the same too.
+        """
+        ops = self.ops
+        term = ops.over_group(size * ds.sign()).square()
+        own = term if ops.same_ds else ops.over_group(size.square())
+        error = (term + (DS_ROUNDINGS - 1) * own) / DS_ROUNDINGS
+        return tuple(ops.arithmetic.rough(ops.shares(x)) for x in (error, error * term, term))
 
     def _to_rows(self, total: Tensor, rows: "_Rows", of_tile: Tensor) -> None:
         total[:, :, rows.rows] += self.ops.grouped(of_tile, rows.rows)
@@ -121,14 +137,15 @@ class Backward:
 
     def _dk(self) -> tuple[Tensor, Bound]:
         ops = self.ops
-        squares, by_delta = self.dk_squares[..., 0] * ops.scale**2 * ops.alike, self.squares[..., 1] * ops.scale**2 * ops.alike
-        fourths, of_delta = (x * ops.scale**4 * ops.alike**3 for x in (self.dk_fourths[..., 0], self.fourths[..., 1]))
+        squares, by_delta = self.dk_squares[..., 0] * ops.scale**2, self.squares[..., 1] * ops.scale**2
+        fourths, of_delta = (x * ops.scale**4 for x in (self.dk_fourths[..., 0], self.fourths[..., 1]))
+        squared = self.dk_terms[..., 0] * ops.scale**2
         # A term that is large itself is along the row with its error in D too: sum of (dS^2 e^2), by Cauchy and Schwarz.
         with_delta = (fourths * of_delta).sqrt()
         terms = Terms(
             absolute=self.dk_absolute * ops.scale,
             squares=DS_ROUNDINGS * squares + by_delta,
-            concentrated=DS_ROUNDINGS * concentrated(fourths, squares, squares) + concentrated(with_delta, squares, by_delta),
+            concentrated=DS_ROUNDINGS * concentrated(fourths, squared, squares) + concentrated(with_delta, squared, by_delta),
             roundings=DS_ROUNDINGS,
             growth=self._growth_of_keys(),
             mean=ops.shared_query(ops.q),
@@ -141,11 +158,11 @@ class Backward:
 
     def _dv(self) -> tuple[Tensor, Bound]:
         ops = self.ops
-        squares = self.squares[..., 0] * ops.alike
+        squares = self.squares[..., 0]
         terms = Terms(
             absolute=self.dv_absolute,
             squares=squares,
-            concentrated=concentrated(self.fourths[..., 0] * ops.alike**3, squares, squares),
+            concentrated=concentrated(self.fourths[..., 0], squares, squares),
             growth=self._growth_of_keys(),
             mean=ops.shared_query(ops.do),
             flushed=self.flushed.get("dv"),
@@ -186,8 +203,14 @@ class _Rows:
         self.q_absolute = ar.rough(q.abs() * growth)
         self.weighted = torch.cat([self.do_absolute, ar.rough(q.abs() * (error + other))], -1)
         q2, do2 = flat(ops.q_norm2)[..., None], flat(ops.do_norm2)[..., None]
-        squares = torch.cat([do2 * growth.square(), q2 * (error.square() + other.square())], -1)
-        self.squares, self.fourths = ar.rough(squares), ar.rough(squares.square())
+        of_delta = q2 * (error.square() + other.square())
+        squares = torch.cat([do2 * growth.square(), of_delta], -1)
+        fourths = squares.square()
+        if ops.same_p:  # the heads of a group are one term, of the sum of their do, and of dk all along the one q
+            of_do = ops.over_group(self.do.to(ar.work) * growth).square().sum(-1, keepdim=True)
+            of_group = torch.cat([of_do, ops.over_group(of_delta) * (ops.group if ops.same_ds else 1)], -1)
+            squares, fourths = ops.shares(of_group), ops.shares(of_group.square())
+        self.squares, self.fourths = ar.rough(squares), ar.rough(fourths)
         q_squares = q2 * growth.square()
         self.q_squares, self.q_fourths = ar.rough(q_squares), ar.rough(q_squares.square())
         evenness = flat(forward.evenness)[..., None]

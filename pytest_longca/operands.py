@@ -25,9 +25,9 @@ class Operands:
         self.device = inputs.q.device
         self.group = case.group if case.mask.heads == 1 else 1
         self.stacks = case.batch * case.heads_q // self.group
-        # Query heads of a group that ask the same and have the same do err alike: `alike` times the terms, whose squares grow by
-        # alike ** 2 where the sum over the heads has them alike times; likewise fourth powers.
-        self.alike = self.group if shares_memory(inputs.q, HEADS) and shares_memory(inputs.do, HEADS) else 1
+        # Query heads of a group that ask the same have one P, and one rounding of it; with the same do they have one dS too.
+        self.same_p = self.group > 1 and shares_memory(inputs.q, HEADS)
+        self.same_ds = self.same_p and shares_memory(inputs.do, HEADS)
         self.columns_dv = case.head_dim_v if shares_memory(inputs.do, COLUMNS) else 1
         self.scale = abs(case.scale)
         q = inputs.q if case.scale > 0 else -inputs.q
@@ -75,6 +75,15 @@ class Operands:
         """The inverse of `flat` for one tile: `[stacks, group * rows, ...]` as `[stacks, group, rows, ...]`."""
         grouped: Tensor = of_tile.unflatten(1, (self.group, rows.stop - rows.start))
         return grouped
+
+    def over_group(self, of_tile: Tensor) -> Tensor:
+        """The sum over a tile's heads, `[stacks, 1, rows, ...]`."""
+        total: Tensor = of_tile.unflatten(1, (self.group, -1)).sum(1, keepdim=True)
+        return total
+
+    def shares(self, of_groups: Tensor) -> Tensor:
+        """Each head's even share of something `[stacks, 1, rows, ...]`, as a tile: `[stacks, group * rows, ...]`."""
+        return (of_groups / self.group).expand(-1, self.group, *of_groups.shape[2:]).flatten(1, 2)
 
     def keys(self, x: Tensor, piece: Piece) -> Tensor:
         """A piece of something `[batch * heads_kv, seqlen_kv, ...]` for each stack, `[stacks, keys, ...]`."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pytest_longca.case import Case, Values
+from pytest_longca.case import Case, Layout, Values
 from pytest_longca.inputs import make_inputs
 from pytest_longca.judge import judge
 from pytest_longca.limits import RMS, concentrated, deviations, rounding_of
@@ -55,6 +55,20 @@ def test_honest_fused_kernels_pass_on_all_values(dtype: str, values: Values, rou
         inputs = make_inputs(case)
         verdicts = judge(case, inputs, compute(case, inputs), fused(case, inputs, round_p))
         assert all(verdict.ok for verdict in verdicts), [verdict.message for verdict in verdicts]
+
+
+@FORMS
+@pytest.mark.parametrize("expanded", [("q",), ("do",), ("q", "do")], ids="+".join)
+def test_heads_of_one_query_err_together_where_they_share_a_rounding(expanded: tuple[str, ...], round_p: bool) -> None:
+    layouts = tuple(Layout.EXPANDED if name in expanded else Layout.CONTIGUOUS for name in ("q", "k", "v", "do"))
+    for seed in range(8):
+        case = Case(mask=Causal(36, 36), batch=2, heads_q=7, heads_kv=1, head_dim=192, dtype="bf16", layouts=layouts, seed=seed)
+        inputs = make_inputs(case)
+        reference, result = compute(case, inputs), fused(case, inputs, round_p)
+        for verdict in judge(case, inputs, reference, result):
+            assert verdict.error_over_limit < 0.85, (seed, verdict)
+        for name in ("dk", "dv"):
+            assert float(gains(reference, name, getattr(result, name), rounding_of(case).unit).square().mean().sqrt()) > 0.5 * RMS
 
 
 @FORMS
