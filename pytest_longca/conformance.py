@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from pytest_longca.session import Session
 
 
+FAILURES = pytest.StashKey[dict[tuple[str, str], Outcome]]()
+"""Of this process: what failed first for a kernel and a mask."""
+
+
 @dataclass
 class Findings:
     """What a cell's cases have shown so far: how many ran, and how close each tensor came to its limit."""
@@ -118,11 +122,17 @@ def finish(
     outcome = known(session, kernel, case, verification.outcome)
     about = {"case": case.id, "shape": shape_of(case), "direction": str(case.direction), "replay": replay}
     lines = [f"replay: {replay}"]
-    if isinstance(outcome, Wrong | Crashed | TimedOut) and session.options.repro:
-        lines.append(_standalone(session, kernel, case, verification))
+    if isinstance(outcome, Wrong | Crashed | TimedOut):
+        item.config.stash.setdefault(FAILURES, {}).setdefault((kernel, case.mask.name), outcome)
+        lines += [_standalone(session, kernel, case, verification)] if session.options.repro else []
     findings.facts |= _drawing(case, verification) if isinstance(outcome, Wrong) else {}
     keep(item, record(session, stage, kernel, case.mask.name, outcome, findings, **about))
     conclude(outcome, "\n".join([failure_text(kernel, case, verification), *lines]))
+
+
+def failure_of(item: pytest.Item, kernel: str, mask: str) -> Outcome | None:
+    """What failed first for a kernel and a mask in this process, if anything did."""
+    return item.config.stash.get(FAILURES, {}).get((kernel, mask))
 
 
 def replay_line(kernel: str, case: "Case") -> str:

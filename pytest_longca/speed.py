@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_longca.cells import timing_refusal
-from pytest_longca.conformance import Findings, commit, conclude, finish, keep, known, replay_line, versions
+from pytest_longca.conformance import Findings, commit, conclude, failure_of, finish, keep, known, replay_line, versions
 from pytest_longca.errors import DidNotRun
 from pytest_longca.ids import parse_case
-from pytest_longca.outcome import Outcome, Passed, outcome_from_json
+from pytest_longca.outcome import NotVerified, Outcome, Passed, outcome_from_json
 from pytest_longca.replay import decline, replay
 from pytest_longca.report.figures import SHARED
 from pytest_longca.report.record import Record, shape_of
@@ -21,8 +21,14 @@ if TYPE_CHECKING:
 
 
 def run_timing(item: pytest.Item, session: "Session", benchmark: Any, kernel: str, case_id: str) -> None:
-    """Time a kernel on one case and hand the samples to pytest-benchmark. A case that is not right is not timed."""
+    """Time a kernel on one case and hand the samples to pytest-benchmark. A case that is not right is not timed.
+
+    Nor is a case of a mask on which the kernel failed before: no report would print its speed, and one failure is told once.
+    """
     case = parse_case(case_id, session.catalogue.masks())
+    if failure := failure_of(item, kernel, case.mask.name):
+        kind, _, _ = str(failure).partition(":")
+        _leave_untimed(item, session, benchmark, kernel, case, NotVerified(f"not timed: verification failed on the mask ({kind})"))
     verification, findings = session.verify(kernel, case, ("truth",)), Findings()
     findings.add(case, verification)
     if not isinstance(verification.outcome, Passed) or _is_disabled(item.config):
@@ -62,15 +68,14 @@ def _timed(item: pytest.Item, session: "Session", benchmark: Any, kernel: str, c
         answer = {"outcome": stopped.outcome.to_json()}
     outcome = known(session, kernel, case, outcome_from_json(answer["outcome"]))
     if not isinstance(outcome, Passed):
-        decline(benchmark)
-        keep(item, _untimed(session, kernel, case, outcome))
-        conclude(outcome, f"{kernel} after being timed: {outcome}\ncase: {case.id}")
+        _leave_untimed(item, session, benchmark, kernel, case, outcome)
     return answer
 
 
-def _untimed(session: "Session", kernel: str, case: "Case", outcome: Outcome) -> Record:
-    """The record of a case that was right, and whose timing came to nothing."""
-    return Record(
+def _leave_untimed(item: pytest.Item, session: "Session", benchmark: Any, kernel: str, case: "Case", outcome: Outcome) -> None:
+    """Record a case whose timing came to nothing, and end the test."""
+    decline(benchmark)
+    record = Record(
         stage="timing",
         kernel=kernel,
         mask=case.mask.name,
@@ -84,6 +89,8 @@ def _untimed(session: "Session", kernel: str, case: "Case", outcome: Outcome) ->
         commit=commit(),
         replay=replay_line(kernel, case),
     )
+    keep(item, record)
+    conclude(outcome, f"{kernel} after being timed: {outcome}\ncase: {case.id}")
 
 
 def _effort(session: "Session") -> dict[str, Any]:

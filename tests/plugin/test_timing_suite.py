@@ -57,6 +57,20 @@ def test_a_kernel_that_is_wrong_is_not_timed_and_leaves_no_benchmark(timed: Run,
     result.stdout.no_fnmatch_line("*benchmark:*tests*")
 
 
+@pytest.mark.parametrize("items", ["probes or timing", "timing"])
+def test_a_kernel_fails_once_on_a_mask_and_its_timings_say_that_they_were_not_made(run: Run, pytester: pytest.Pytester, items: str) -> None:
+    pytester.makeconftest(KERNELS)
+    named = [arg if arg != "timing" else items for arg in WHERE]
+    result = run(*named, "--longca-kernels=wrong_dk,naive", "--longca-passes=bwd,fwd_bwd", "--longca-processes=2")
+    has_probes = "probes" in items
+    result.assert_outcomes(failed=1, skipped=4 if has_probes else 3, passed=5 if has_probes else 4)
+    untimed = [record for record in records() if record["stage"] == "timing" and record["kernel"] == "wrong_dk"]
+    reasons = [record["reason"] for record in untimed]
+    assert reasons[-3:] == ["not verified: not timed: verification failed on the mask (wrong)"] * 3
+    assert not any(record["samples_ms"] for record in untimed)
+    result.stdout.fnmatch_lines(["wrong_dk: not verified: not timed: verification failed on the mask (wrong)*"])
+
+
 def test_an_interpreted_kernel_is_not_timed_and_says_why(timed: Run) -> None:
     timed("--longca-kernels=flashmask").assert_outcomes(skipped=1)
     (record,) = records()
