@@ -10,6 +10,7 @@ GQA: yes. Directions: forward and backward. lse: yes, differentiable. Architectu
 """
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 TILE = 128
 """The only size of a listed tile that forward and backward both take on sm90."""
+DISK_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+"""What FA4 compiled is kept for other processes where this is set when it is imported."""
 ROW_PADDING = 256
 """Rows of endpoints beyond the last query: FA4 asks its mask_mod about whole tiles (of up to 192 rows) and does not read past these."""
 
@@ -68,7 +71,11 @@ class Fa4(Kernel):
         )
         return next((reason for broken, reason in rules if broken), None)
 
+    def compiles_to_disk(self, machine: Machine) -> bool:
+        return True
+
     def bind(self, case: Case, inputs: Inputs) -> BackendCall:
+        os.environ.setdefault(DISK_CACHE, "1")
         device = inputs.q.device
         packing = packing_of(case, device) if Form.VARLEN in case.mask.forms else None
         kernel = regular_attention(packing, case.scale) if packing else listed_attention(case, device)

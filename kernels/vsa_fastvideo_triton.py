@@ -40,6 +40,9 @@ class VsaFastvideoTriton(Kernel):
     deterministic = True
     device_kernel_pattern = r"_attn_fwd_sparse|_attn_bwd"
 
+    def compiles_to_disk(self, machine: Machine) -> bool:
+        return True
+
     def also_refuses(self, case: Case, machine: Machine) -> str | None:
         return refused_scale(case)
 

@@ -37,6 +37,10 @@ class Budget:
         """Seconds until items must have ended; negative afterwards."""
         return self._end - self._now()
 
+    def add(self, seconds: float) -> None:
+        """Give back what was not the budget's to pay for."""
+        self._end += seconds
+
     def begin(self) -> NotVerified | None:
         """Start the next item, or say why it does not start."""
         self.end()

@@ -1,5 +1,6 @@
 """What a worker does: one function for each request, JSON in and JSON out."""
 
+import contextlib
 import dataclasses
 import functools
 import statistics
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pytest_longca.catalogue import Catalogue
-from pytest_longca.errors import DidNotRun
+from pytest_longca.errors import DidNotRun, LongcaError
 from pytest_longca.machine import CPU, Machine
 from pytest_longca.outcome import Crashed, Wrong
 
@@ -102,6 +103,17 @@ def _verify(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
     return verify(shop.catalogue.kernel(request["kernel"]), case, shop.machine, request["checks"]).to_json()
 
 
+def _warm(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
+    """Run a case as it will be run, for what that compiles. Nobody looks at the results: what goes wrong is told when it counts."""
+    from pytest_longca.ids import parse_case
+    from pytest_longca.warming import run_here
+
+    case = parse_case(request["case"], shop.catalogue.masks())
+    with contextlib.suppress(LongcaError):
+        run_here(shop.catalogue.kernel(request["kernel"]), case, shop.machine, request["checks"])
+    return {}
+
+
 def _time(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
     """Time a case that was verified, and verify it once more on fresh inputs."""
     from pytest_longca.checks import verify
@@ -182,6 +194,7 @@ def _hunt(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
 JOBS: dict[str, Callable[[Workshop, dict[str, Any]], dict[str, Any]]] = {
     "machine": _machine,
     "verify": _verify,
+    "warm": _warm,
     "time": _time,
     "peaks": _peaks,
     "hunt": _hunt,

@@ -174,6 +174,10 @@ class Kernel(ABC):
     device_kernel_pattern: ClassVar[str] = ""
     """A regular expression that the profiler's name of at least one device kernel matches; another name is a silent fallback."""
 
+    def compiles_to_disk(self, machine: Machine) -> bool:
+        """Whether running a case compiles what other processes then find on disk: a session's cases are then run ahead, in several."""
+        return machine.device == "cuda" and (self.compiles_per_shape or self.is_triton)
+
     def missing(self) -> NotInstalled | None:
         """The first requirement that is not installed, or None. Imports nothing."""
         return next((gap for need in self.requires if (gap := need.missing())), None)

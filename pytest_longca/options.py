@@ -262,6 +262,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("forbid", verdicts, "verdicts of the gate that fail too: too-noisy", "VERDICTS"),
     Option("anchor", text, "time this kernel in turns with each one, and gate the ratio of the two", "KERNEL"),
     Option("processes", count, "processes that time each case; default: 1; with --longca-baseline 2, and 5 for the first run", "N"),
+    Option(
+        "compile-workers",
+        whole,
+        "processes that run ahead what is compiled on a GPU, outside any budget; default: half of the cores, at most 12; 0: none",
+        "N",
+    ),
     Option("repro", text, "write a standalone Python file for each failure into this folder", "DIR"),
 )
 

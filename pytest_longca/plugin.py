@@ -181,6 +181,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=done)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    if SESSION_KEY not in session.config.stash or session.config.option.collectonly:
+        return
+    from pytest_longca.warming import warm
+
+    warm(session_of(session.config), session.items, session.config.pluginmanager.get_plugin("terminalreporter"))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("longca_outcome")
     outcome = marker.args[0] if marker else _postponed(item)
@@ -204,6 +213,12 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     session = session_of(config)
     what = "one case" if options.case else f"{len(session.masks)} mask{'s' * (len(session.masks) > 1)}, preset {options.preset}"
     return f"longca: {', '.join(session.kernels)} on {what}, {session.machine.name}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.stash.get(SESSION_KEY, None) and (line := session_of(config).warming):
+        terminalreporter.write_line(f"longca: {line}")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -64,11 +65,17 @@ class Search:
         return verification
 
 
-def run_examples(item: pytest.Item, session: "Session", kernel: str, mask: str) -> None:
-    """Search a cell for a failing case. What fails is shrunk; what does not repeat is reported as such."""
+def drawn_cases(session: "Session", kernel: str, mask: str) -> "list[Case]":
+    """The examples that `run_examples` will try, as long as none fails: the seed decides them."""
+    drawn: list[Case] = []
+    _test(session, kernel, mask, drawn.append)()
+    return drawn
+
+
+def _test(session: "Session", kernel: str, mask: str, example: "Callable[[Case], None]") -> Callable[[], None]:
+    """Hypothesis' test of a cell, which hands each drawn case to `example`."""
     from pytest_longca.strategies import cases
 
-    search = Search(session, kernel)
     options = session.options
     drawn = cases(
         masks=[session.catalogue.mask(mask)],
@@ -89,10 +96,16 @@ def run_examples(item: pytest.Item, session: "Session", kernel: str, mask: str) 
     )
     @given(drawn)
     def run(case: "Case") -> None:
-        search.example(case)
+        example(case)
 
+    return run
+
+
+def run_examples(item: pytest.Item, session: "Session", kernel: str, mask: str) -> None:
+    """Search a cell for a failing case. What fails is shrunk; what does not repeat is reported as such."""
+    search = Search(session, kernel)
     try:
-        run()
+        _test(session, kernel, mask, search.example)()
     except FlakyFailure:
         assert search.failed
         case, verification = search.failed

@@ -45,6 +45,8 @@ class Session:
         self._pools: dict[int, Ranks] = {}
         self._process = 0
         self._verified: dict[tuple[str, str], Outcome] = {}
+        self.warming = ""
+        """What was compiled ahead, and how long it took; empty where nothing is."""
         self.budget = Budget(options.budget) if options.budget else None
 
     @functools.cached_property

@@ -37,6 +37,7 @@ VALUES = {
     "forbid": "too-noisy",
     "anchor": "sdpa",
     "processes": "3",
+    "compile-workers": "3",
     "repro": "repros",
     "mechanisms": "ulysses",
     "world-sizes": "2",

@@ -1,0 +1,162 @@
+"""Warming: what a session's cases compile is compiled ahead, in several processes, into the caches on disk that all processes share.
+
+A compilation takes seconds, and a suite runs one case at a time. So each case of a kernel that compiles is run once before the first
+item begins; the items then find what they need on disk. That time is told apart, and no budget pays for it.
+"""
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from pytest_longca.budget import key_of_item, stage_of
+from pytest_longca.case import Case, Direction, Values
+from pytest_longca.cells import least_bytes
+from pytest_longca.checknames import select_checks
+from pytest_longca.errors import LongcaError
+from pytest_longca.ids import parse_case
+from pytest_longca.kernel import Kernel
+from pytest_longca.machine import Machine
+from pytest_longca.workers import Worker
+
+if TYPE_CHECKING:
+    import pytest
+
+    from pytest_longca.session import Session
+    from pytest_longca.sources import Source
+
+MOST_PROCESSES = 12
+"""By default: each has a context of some 0.6 GiB on the GPU, and compiles on a core or two."""
+MEMORY_FACTOR = 3
+"""A case takes so many times its operands and results on the device while it is drawn and run, about."""
+TOLD_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A case that a kernel runs ahead: as these checks run it, or once without any."""
+
+    kernel: str
+    case: Case
+    checks: tuple[str, ...] = ()
+
+
+def warm(session: "Session", items: "Sequence[pytest.Item]", reporter: Any) -> None:
+    """Run ahead what the items will compile; `session.warming` says how it went. Several xdist workers compile side by side as it is."""
+    options, started = session.options, time.monotonic()
+    if options.compile_workers == 0 or options.isolate == "off" or session.num_sharing > 1:
+        return
+    if runs := runs_of(session, items):
+        num, told = num_processes(options.compile_workers, runs, session.machine), started
+        for done in run_all(runs, session.sources, num, options.timeout):
+            now = time.monotonic()
+            session.warming = f"compiled ahead: {done} of {len(runs)} cases in {now - started:.0f} s, {num} processes"
+            if reporter and (done == len(runs) or now - told > TOLD_EVERY_S):
+                told = now
+                reporter.write_line(session.warming)
+    if session.budget:
+        session.budget.add(time.monotonic() - started)
+
+
+def runs_of(session: "Session", items: "Sequence[pytest.Item]") -> list[Run]:
+    """What the items of kernels that compile will run, each once, in their order. Values and seeds do not change what is compiled."""
+    found: dict[Run, None] = {}
+    for item in items:
+        stage = stage_of(item)
+        if stage is None or item.get_closest_marker("longca_outcome"):
+            continue
+        key = key_of_item(item)
+        kernel = session.catalogue.kernel(key.kernel)
+        if kernel.compiles_to_disk(session.machine):
+            cases = [parse_case(key.case, session.catalogue.masks())] if key.case else _cell_cases(session, kernel, key.mask, stage)
+            checks = () if key.case else select_checks(session.options.checks, stage)
+            found.update((Run(key.kernel, compiled_alike(case), checks), None) for case in cases)
+    return list(found)
+
+
+def _cell_cases(session: "Session", kernel: Kernel, mask: str, stage: str) -> list[Case]:
+    """The cases of a cell's probes; of its examples only where each is a compilation of its own."""
+    if stage == "probes":
+        from pytest_longca.strategies import probe_cases
+
+        return probe_cases(session.catalogue.mask(mask), kernel, session.machine)
+    if not kernel.compiles_per_shape:
+        return []
+    from pytest_longca.search import drawn_cases
+
+    return drawn_cases(session, kernel.name, mask)
+
+
+def compiled_alike(case: Case) -> Case:
+    """The case that stands for all that differ from it in nothing that is compiled: a backward needs its forward."""
+    direction = Direction.FWD_BWD if case.direction.needs_backward else Direction.FWD
+    return dataclasses.replace(case, direction=direction, values=Values.NORMAL, seed=0)
+
+
+def num_processes(wanted: int | None, runs: Sequence[Run], machine: Machine) -> int:
+    """How many processes: what was asked for, else half of the cores; never more than the cases that fit the device at once."""
+    most = wanted or min(MOST_PROCESSES, max(1, len(os.sched_getaffinity(0)) // 2))
+    if machine.memory_bytes:
+        most = min(most, machine.memory_bytes // (MEMORY_FACTOR * max(least_bytes(run.case) for run in runs)))
+    return max(1, min(most, len(runs)))
+
+
+def run_all(runs: Sequence[Run], sources: "Sequence[Source]", num_processes: int, timeout_s: float) -> Iterator[int]:
+    """Run each in one of the processes; yields how many are done. Whatever fails is left to the run that counts."""
+    idle = SimpleQueue[Worker]()
+    workers = [Worker(sources) for _ in range(num_processes)]
+    for worker in workers:
+        idle.put(worker)
+
+    def run(one: Run) -> None:
+        worker = idle.get()
+        with contextlib.suppress(LongcaError):
+            worker.call({"op": "warm", "kernel": one.kernel, "case": one.case.id, "checks": list(one.checks)}, timeout_s)
+        idle.put(worker)
+
+    pool = ThreadPoolExecutor(num_processes)
+    try:
+        futures = [pool.submit(run, one) for one in runs]
+        for done, future in enumerate(as_completed(futures), 1):
+            future.result()
+            yield done
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.close()
+
+
+def run_here(kernel: Kernel, case: Case, machine: Machine, checks: Sequence[str]) -> None:
+    """Run a case in this process and let go of all that it held. Raises DidNotRun if it fails."""
+    from pytest_longca.checks import verify
+    from pytest_longca.reference import forget_references
+
+    _compile_in_this_process()
+    if checks:
+        verify(kernel, case, machine, checks)
+    else:
+        _run_once(kernel, case, machine)
+    forget_references()
+    if machine.device == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def _run_once(kernel: Kernel, case: Case, machine: Machine) -> None:
+    from pytest_longca.inputs import make_inputs
+    from pytest_longca.subject import Subject
+
+    Subject(kernel, case, machine).run(case, make_inputs(case, machine.device))
+
+
+def _compile_in_this_process() -> None:
+    """Keep Inductor from starting compilers of its own: there are as many of these processes as there is room for."""
+    import torch._inductor.config as inductor
+
+    inductor.compile_threads = 1

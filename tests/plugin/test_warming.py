@@ -1,0 +1,108 @@
+"""What is compiled ahead: which cases, in how many processes, and that a budget does not pay for it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pytest_longca.case import Case
+from pytest_longca.machine import CPU, H200
+from pytest_longca.masks.regular import Causal
+from pytest_longca.warming import Run, num_processes
+from tests.plugin.conftest import Run as RunPytest
+
+COMPILING = '''
+"""A kernel that compiles each shape for half a second, into a folder: a second process finds it there."""
+
+import os
+import time
+from pathlib import Path
+
+from pytest_longca.kernels.naive import Naive
+
+CACHE = Path(__file__).with_name("cache")
+
+
+class Compiling(Naive):
+    name = "compiling"
+    compiles_per_shape = True
+
+    def compiles_to_disk(self, machine):
+        return True
+
+    def bind(self, case, inputs):
+        if case.seqlen_q == 24:
+            os._exit(3)
+        CACHE.mkdir(exist_ok=True)
+        shape = "_".join(map(str, (case.seqlen_q, case.heads_q, case.head_dim, case.dtype, case.direction.needs_backward)))
+        if not (CACHE / shape).exists():
+            time.sleep(0.5)
+            (CACHE / shape).write_text(str(os.getpid()))
+        return super().bind(case, inputs)
+
+
+def pytest_longca_kernels():
+    return [Compiling()]
+'''
+WHERE = ("--longca-kernels=compiling", "--longca-masks=causal", "--longca-preset=smoke", "--longca-json=records.jsonl")
+
+
+@pytest.fixture
+def warmed(run: RunPytest, pytester: pytest.Pytester) -> RunPytest:
+    """Run the suite with a kernel that compiles."""
+    pytester.makeconftest(COMPILING)
+    return lambda *args: run(*WHERE, *args)
+
+
+def compiled() -> dict[str, str]:
+    """The process that compiled each shape."""
+    return {path.name: path.read_text() for path in Path("cache").iterdir()}
+
+
+def test_each_timed_case_is_compiled_ahead_once_in_several_processes(warmed: RunPytest) -> None:
+    result = warmed("-k", "timing", "--longca-seqlens=16,32,48,64", "--longca-compile-workers=2")
+    result.assert_outcomes(passed=8)
+    result.stdout.fnmatch_lines(["compiled ahead: 8 of 8 cases in * s, 2 processes", "longca: compiled ahead: 8 of 8 cases*"])
+    assert len(compiled()) == 8 and len(set(compiled().values())) == 2
+    records = [json.loads(line) for line in Path("records.jsonl").read_text().splitlines()]
+    assert not {record["process"] for record in records} & set(compiled().values())
+    assert max(record["compile_ms"] for record in records) < 400, "the items found everything compiled"
+
+
+def test_probes_and_drawn_examples_are_the_very_ones_that_the_suite_runs(warmed: RunPytest) -> None:
+    warmed("-k", "probes or examples", "--benchmark-skip", "--longca-examples=6", "--longca-compile-workers=2").assert_outcomes(passed=2)
+    cached = compiled()
+    assert len(cached) > 6 and len(set(cached.values())) == 2, "what the items compiled themselves would carry a third process"
+
+
+def test_a_budget_does_not_pay_for_it_and_what_an_earlier_run_has_is_left_out(warmed: RunPytest, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(COMPILING.replace("sleep(0.5)", "sleep(5)"))
+    args = ("-k", "timing", "--longca-seqlens=16,32", "--longca-passes=fwd", "--longca-compile-workers=1", "--longca-budget=9s")
+    warmed(*args, "--longca-resume=records.jsonl").assert_outcomes(passed=2)
+    again = warmed(*args, "--longca-resume=records.jsonl")
+    again.stdout.no_fnmatch_line("*compiled ahead*")
+
+
+@pytest.mark.parametrize("args", [("--longca-compile-workers=0",), ("--longca-isolate=off",), ("--collect-only",)], ids="".join)
+def test_nothing_runs_ahead_where_nothing_should(warmed: RunPytest, args: tuple[str, ...]) -> None:
+    result = warmed("-k", "timing", "--longca-passes=fwd", *args)
+    result.stdout.no_fnmatch_line("*compiled ahead*")
+
+
+def test_a_case_that_dies_ahead_is_told_by_its_own_item_and_costs_the_others_nothing(warmed: RunPytest) -> None:
+    result = warmed("-k", "timing", "--longca-seqlens=8,16,24", "--longca-passes=fwd", "--longca-compile-workers=2")
+    result.assert_outcomes(passed=2, failed=1)
+    assert len(compiled()) == 2
+
+
+def test_on_a_cpu_no_kernel_of_ours_compiles_ahead(run: RunPytest) -> None:
+    result = run("--longca-kernels=naive,flex,flashmask", *WHERE[1:], "-k", "timing", "--longca-passes=fwd")
+    result.stdout.no_fnmatch_line("*compiled ahead*")
+
+
+def test_as_many_processes_as_were_asked_for_and_as_fit_the_device() -> None:
+    short, long = (Run("flex", Case(mask=Causal(n, n), heads_q=64, heads_kv=64, head_dim=128, dtype="bf16")) for n in (1024, 131072))
+    assert num_processes(7, [short] * 20, H200) == 7
+    assert num_processes(7, [short] * 3, H200) == 3
+    assert num_processes(12, [short, long] * 20, H200) == 2, "128K tokens take 17 GB, thrice"
+    assert num_processes(None, [long] * 20, CPU) >= 1
