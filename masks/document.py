@@ -11,7 +11,7 @@ from pytest_longca.errors import InvalidArgument
 from pytest_longca.intervals import canonical
 from pytest_longca.lengths import checked_count, checked_lengths, document_ends, document_ids, document_starts, same_length, spread, starts
 from pytest_longca.mask import Device, Family, Form, Mask, MaskMod, Varlen, cached_predicate
-from pytest_longca.sampling import awkward_lengths, draw, draw_lengths
+from pytest_longca.sampling import awkward_lengths, draw, draw_lengths, scaled
 
 if TYPE_CHECKING:
     from pytest_longca.sampling import LengthSource
@@ -241,8 +241,10 @@ class BlockCausalDocument(_Documents):
 
     @classmethod
     def default(cls, seqlen: int, seed: int = 0, lengths: "LengthSource | None" = None) -> Self:
-        lens = lengths.draw(seqlen, seed) if lengths else draw(f"uniform1-8x{DEFAULT_BLOCK}:{seqlen}:s{seed}")
-        return cls(lens, DEFAULT_BLOCK)
+        """Documents of 1 to 8 blocks; in a short sequence, which is 8 blocks long, of 1 or 2."""
+        block = scaled(DEFAULT_BLOCK, seqlen)
+        most = 2 if block < DEFAULT_BLOCK else 8
+        return cls(lengths.draw(seqlen, seed) if lengths else draw(f"uniform1-{most}x{block}:{seqlen}:s{seed}"), block)
 
     @cached_predicate
     def predicate(self, device: Device = "cpu") -> MaskMod:

@@ -10,7 +10,7 @@ from torch import Tensor
 from pytest_longca.intervals import canonical
 from pytest_longca.lengths import checked_count
 from pytest_longca.mask import Device, Family, Form, Mask, MaskMod, Varlen, cached_predicate
-from pytest_longca.sampling import awkward_edge
+from pytest_longca.sampling import awkward_edge, scaled
 
 if TYPE_CHECKING:
     from pytest_longca.sampling import LengthSource
@@ -128,7 +128,7 @@ class _Windowed(_Regular):
 
     @classmethod
     def default(cls, seqlen: int, seed: int = 0, lengths: "LengthSource | None" = None) -> Self:
-        return cls(seqlen, seqlen, DEFAULT_WINDOW)
+        return cls(seqlen, seqlen, scaled(DEFAULT_WINDOW, seqlen))
 
 
 @dataclass(frozen=True, slots=True)

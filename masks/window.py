@@ -10,7 +10,7 @@ from torch import Tensor
 from pytest_longca.intervals import canonical
 from pytest_longca.lengths import checked_count, same_length
 from pytest_longca.mask import Device, Family, Form, Mask, MaskMod, cached_predicate
-from pytest_longca.sampling import awkward_edge
+from pytest_longca.sampling import awkward_edge, scaled
 
 if TYPE_CHECKING:
     from pytest_longca.sampling import LengthSource
@@ -54,7 +54,7 @@ class GlobalSlidingWindow(Mask):
 
     @classmethod
     def default(cls, seqlen: int, seed: int = 0, lengths: "LengthSource | None" = None) -> Self:
-        return cls(seqlen, seqlen, DEFAULT_WINDOW, DEFAULT_GLOBAL)
+        return cls(seqlen, seqlen, scaled(DEFAULT_WINDOW, seqlen), scaled(DEFAULT_GLOBAL, seqlen))
 
     @property
     def reach(self) -> int:

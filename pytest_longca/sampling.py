@@ -16,6 +16,9 @@ from pytest_longca.lengths import Lengths, checked_count
 HISTOGRAMS = ("pile", "prolong64k", "prolong512k")
 HISTOGRAM_SHARE = 0.4
 LONG_DOCUMENTS = (8 * 1024, 30 * 1024)
+SHORT = 1024
+"""Totals below it are on no published list: what they have by default is what LIKENESS tokens have, scaled down, so that it shows."""
+LIKENESS = 8 * 1024
 
 
 class LengthSource(Protocol):
@@ -75,16 +78,27 @@ def histogram_for(total: int) -> str:
 
 
 def draw_lengths(total: int, seed: int = 0, source: LengthSource | None = None) -> tuple[int, ...]:
-    """Document lengths that sum to `total`, from `source` or from the histogram for that total."""
+    """Document lengths that sum to `total`, from `source` or from the histogram for that total (scaled down for a short one)."""
     checked_count("the total length", total)
-    return source.draw(total, seed) if source else draw(f"{histogram_for(total)}:{total}:s{seed}")
+    name = "short" if total < SHORT else histogram_for(total)
+    return source.draw(total, seed) if source else draw(f"{name}:{total}:s{seed}")
+
+
+def scaled(size: int, seqlen: int) -> int:
+    """A default size, such as a window, for a sequence: as it is, or as large a part of a short one as it is of LIKENESS tokens.
+
+    >>> scaled(1024, 8192), scaled(1024, 1024), scaled(1024, 512)
+    (1024, 1024, 64)
+    """
+    return size if seqlen >= SHORT else max(1, size * seqlen // LIKENESS)
 
 
 def draw(recipe: str) -> Lengths:
     """The lengths that a recipe draws; the result remembers it.
 
-    `pile:8192:s7` (a histogram, total, seed), `long:65536:s7` (the context-parallel mix), `uniform1-8x1024:8192:s7` (1 to 8 times
-    1024), `prefix:RECIPE:s3` (a prefix for each document of RECIPE). Raises InvalidArgument if it is none of these.
+    `pile:8192:s7` (a histogram, total, seed), `long:65536:s7` (the context-parallel mix), `short:512:s7` (documents of 8K tokens,
+    scaled down), `uniform1-8x1024:8192:s7` (1 to 8 times 1024), `prefix:RECIPE:s3` (a prefix for each document of RECIPE). Raises
+    InvalidArgument if it is none of these.
 
     >>> sum(draw("pile:8192:s7"))
     8192
@@ -117,6 +131,20 @@ def _long(total: str, seed: str) -> tuple[int, ...]:
     return tuple(n for n in lens if n) or (0,)
 
 
+def _short(total: str, seed: str) -> tuple[int, ...]:
+    """The Pile's lengths for 8K tokens, scaled to `total`; one of more than a third of it is drawn again: there are at least three."""
+    tokens, rows = _total(total), histogram(histogram_for(LIKENESS))
+    most = max(1, tokens // 3)
+
+    def one(rng: Random) -> int:
+        length = most + 1
+        while length > most:
+            length = -(-rows.one(rng) * tokens // LIKENESS)
+        return length
+
+    return tuple(fill(tokens, one, Random(int(seed))))
+
+
 def _histogram_draw(name: str, total: str, seed: str) -> tuple[int, ...]:
     return histogram(name).draw(_total(total), int(seed))
 
@@ -129,6 +157,7 @@ _RECIPES: tuple[tuple[str, Callable[..., tuple[int, ...]]], ...] = (
     (r"prefix:(.+):s(\d+)", _prefixes),
     (r"uniform(\d+)-(\d+)x(\d+):(\d+):s(\d+)", _uniform),
     (r"long:(\d+):s(\d+)", _long),
+    (r"short:(\d+):s(\d+)", _short),
     (r"(\w+):(\d+):s(\d+)", _histogram_draw),
 )
 

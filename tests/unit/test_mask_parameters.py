@@ -5,6 +5,7 @@ import importlib
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import fields
 from random import Random
 from typing import Any
 
@@ -154,6 +155,33 @@ def test_the_default_is_for_speed_and_seeded(name: str) -> None:
         assert getattr(mask, field, value) == value
     if name == "block_causal_document":
         assert mask.block_size == 1024 and all(n % 1024 == 0 and n <= 8192 for n in mask.doc_lens)
+
+
+DOCUMENTS = [name for name in MASKS if any(field.name == "doc_lens" for field in fields(load(MASKS[name])))]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("seqlen", [256, 512, 1023])
+def test_a_short_default_has_documents_too(name: str, seqlen: int) -> None:
+    for seed in range(100):
+        lens = load(MASKS[name]).default(seqlen, seed).doc_lens
+        assert sum(lens) == seqlen and len(lens) >= 3 and max(lens) <= seqlen // 3
+
+
+@pytest.mark.parametrize("name", sorted(MASKS.keys() - {"causal", "full"}))
+def test_a_default_of_the_cpu_is_neither_causal_nor_full(name: str) -> None:
+    areas = [load(MASKS[name]).default(512, seed).area() for seed in range(3)]
+    assert not {512 * 512, 512 * 513 // 2} & set(areas)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_what_the_paper_measured_has_its_defaults(name: str) -> None:
+    """From 1K tokens on: the published histograms, windows and blocks of 1024, 512 global tokens."""
+    mask = load(MASKS[name]).default(1024, 3)
+    recipe = getattr(getattr(mask, "doc_lens", None), "recipe", "pile:1024:s3")
+    assert recipe == ("uniform1-8x1024:1024:s3" if name == "block_causal_document" else "pile:1024:s3")
+    for field, value in (("window", 1024), ("num_global", 512)):
+        assert getattr(mask, field, value) == value
 
 
 def test_default_lengths_can_be_the_users() -> None:

@@ -14,7 +14,7 @@ from pytest_longca.lengths import Lengths
 from pytest_longca.sampling import HISTOGRAMS, awkward_lengths, draw, draw_lengths, draw_prefixes, histogram, histogram_for, read_lengths
 
 
-@given(st.sampled_from((*HISTOGRAMS, "long", "uniform1-8x1024", "uniform3-5x1")), st.integers(0, 200_000), st.integers(0, 1 << 30))
+@given(st.sampled_from((*HISTOGRAMS, "long", "short", "uniform1-8x1024", "uniform3-5x1")), st.integers(0, 200_000), st.integers(0, 1 << 30))
 def test_lengths_have_the_exact_total_and_no_empty_document(name: str, total: int, seed: int) -> None:
     lens = draw(f"{name}:{total}:s{seed}")
     assert sum(lens) == total
@@ -28,7 +28,7 @@ def test_a_seed_draws_the_same_and_another_does_not() -> None:
 
 @pytest.mark.parametrize(
     ("total", "name"),
-    [(1, "pile"), (8192, "pile"), (8193, "prolong64k"), (65536, "prolong64k"), (65537, "prolong512k"), (524288, "prolong512k")],
+    [(1024, "pile"), (8192, "pile"), (8193, "prolong64k"), (65536, "prolong64k"), (65537, "prolong512k"), (524288, "prolong512k")],
 )
 def test_the_total_chooses_the_histogram(total: int, name: str) -> None:
     assert histogram_for(total) == name
@@ -46,6 +46,17 @@ def test_drawn_lengths_follow_the_histogram(name: str) -> None:
     for low, high, p in rows:
         share = sum(low <= n < high for n in lens)
         assert abs(share - p * total) <= 5 * (p * total) ** 0.5
+
+
+def test_a_short_total_has_the_documents_of_8k_tokens_scaled_down() -> None:
+    """The share of documents up to 256 of 8K tokens, of which those above a third are left out, within five standard deviations."""
+    assert draw_lengths(512, 7).recipe == "short:512:s7"  # type: ignore[attr-defined]  # drawn by a recipe
+    rows, num = histogram("pile").rows, 4000
+    p = sum(p for _, high, p in rows if high <= 256) / sum(p for _, high, p in rows if high <= 8192 // 3)
+    share = sum(draw_lengths(512, seed)[0] <= 256 // 16 for seed in range(num))
+    assert abs(share - p * num) <= 5 * (p * (1 - p) * num) ** 0.5
+    for total in (0, 1, 2, 5):
+        assert sum(draw_lengths(total)) == total
 
 
 def test_long_documents_hold_60_percent_of_the_tokens() -> None:
