@@ -142,13 +142,14 @@ def replay_line(kernel: str, case: "Case") -> str:
 
 def _standalone(session: "Session", kernel: str, case: "Case", verification: "Verification") -> str:
     """Write the standalone file of a failure; a line that says where it is, or why there is none."""
-    from pytest_longca.repro import write_repro
+    from pytest_longca.repro import is_without_call, write_repro
 
     used = session.catalogue.kernel(kernel)
     try:
-        return f"standalone: {write_repro(session.options.repro, used, case, verification, session.machine, versions(used))}"
+        path = write_repro(session.options.repro, used, case, verification, session.machine, versions(used))
     except LongcaError as error:
         return f"standalone: {error}"
+    return f"standalone: {path}" + (f" (lacks the call of {kernel}, which its `snippet` would give)" if is_without_call(path) else "")
 
 
 def known(session: "Session", kernel: str, case: "Case", outcome: Outcome) -> Outcome:

@@ -23,6 +23,9 @@ UNITS = {"fp32": 2**-24, "bf16": 2**-9, "fp16": 2**-12, "fp64": 2**-53}
 """A quarter of the dtype's spacing at 1, as in `limits`."""
 
 
+NO_CALL_YET = "The call is not in this file:"
+
+
 def write_repro(
     folder: str, kernel: Kernel, case: Case, verification: "Verification", machine: "Machine", versions: Mapping[str, str]
 ) -> Path:
@@ -39,11 +42,11 @@ def write_repro(
 
 def repro_source(kernel: Kernel, case: Case, verification: "Verification", machine: "Machine", versions: Mapping[str, str]) -> str:
     """The file's text."""
-    call = kernel.snippet(case, verification.facts)
-    call = repro_text.NO_CALL.format(kernel=kernel.name) if call is None else textwrap.dedent(call).strip()
+    snippet = kernel.snippet(case, verification.facts)
+    call = repro_text.NO_CALL.format(kernel=kernel.name) if snippet is None else textwrap.dedent(snippet).strip()
     copies_do = "aligned(" in call  # what takes aligned operands only takes such a gradient only
     parts = [
-        _header(kernel, case, verification, machine, versions),
+        _header(kernel, case, verification, machine, versions, has_call=snippet is not None),
         repro_text.IMPORTS,
         _constants(case, machine.device),
         mask_text(case.mask),
@@ -57,12 +60,20 @@ def repro_source(kernel: Kernel, case: Case, verification: "Verification", machi
     return "\n\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
-def _header(kernel: Kernel, case: Case, verification: "Verification", machine: "Machine", versions: Mapping[str, str]) -> str:
+def is_without_call(path: Path) -> bool:
+    """Whether a written file waits for somebody to put the call in."""
+    return NO_CALL_YET in path.read_text(encoding="utf-8")
+
+
+def _header(
+    kernel: Kernel, case: Case, verification: "Verification", machine: "Machine", versions: Mapping[str, str], *, has_call: bool
+) -> str:
     """What is wrong, on which case, with which versions, as comments."""
     needs = " and ".join(["torch", *(need.distribution for need in kernel.requires)])
     lines = [f"{kernel.name}: {verification.outcome}", *(str(finding) for finding in verification.findings)]
     lines += ["", f"case: {case.id}", f"seen with: {', '.join(' '.join(pair) for pair in versions.items())}, on {machine.name}"]
     lines += ["", f"Needs {needs}. Makes one call and compares it with the formulas in float64; exits with 1 while a tensor is wrong."]
+    lines += [] if has_call else [f"{NO_CALL_YET} until it is written into attention(), running it says so and exits with 1."]
     if others := sorted({finding.check for finding in verification.findings} - {"truth"}):
         lines += [f"Found by {', '.join(others)}: that looks at other calls than the one on these operands, so this file may see nothing."]
     return "\n".join(_comment(line) for line in lines)

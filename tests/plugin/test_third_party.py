@@ -179,8 +179,8 @@ def test_a_failure_comes_with_a_file_for_upstream_and_a_drawing_in_its_record(ru
     result = run(*chosen, "--longca-isolate=off", "--longca-repro=upstream", "--longca-json=out.jsonl")
     result.assert_outcomes(failed=1, passed=1)
     (path,) = Path(pytester.path, "upstream").iterdir()
-    assert f"standalone: upstream/{path.name}" in result.outlines
-    assert f"# case: {case}" in path.read_text() and "put your call of returns here" in path.read_text()
+    assert f"standalone: upstream/{path.name} (lacks the call of returns, which its `snippet` would give)" in result.outlines
+    assert f"# case: {case}" in path.read_text() and "returns was not called" in path.read_text()
     assert "seen with: python 3." in path.read_text()
     records = [json.loads(line) for line in Path(pytester.path, "out.jsonl").read_text().splitlines()]
     drawings = {record["kernel"]: record["facts"].get("drawing") for record in records}

@@ -32,7 +32,7 @@ from pytest_longca.mask import Mask, from_mask_mod
 from pytest_longca.masks.document import CausalDocument
 from pytest_longca.masks.regular import Causal, FullSlidingWindow
 from pytest_longca.outcome import Wrong
-from pytest_longca.repro import repro_source, write_repro
+from pytest_longca.repro import is_without_call, repro_source, write_repro
 from pytest_longca.repro_mask import linear, mask_text
 from pytest_longca.strategies import cases
 from pytest_longca.subject import Finding
@@ -119,10 +119,16 @@ def test_a_failure_that_one_call_may_not_show_is_said_to_be_such() -> None:
     assert "Found by state" in source(Masked(), Case(mask=Causal(3, 3), head_dim=8), verification)
 
 
-def test_a_kernel_without_a_call_of_its_own_asks_for_it(capsys: pytest.CaptureFixture[str]) -> None:
-    standalone = loaded(source(Naive(), Case(mask=Causal(3, 3), head_dim=8)))
-    with pytest.raises(NotImplementedError, match="put your call of naive here"):
-        standalone.main()
+def test_a_kernel_without_a_call_of_its_own_asks_for_it_and_exits_with_1(tmp_path: Path) -> None:
+    path = write_repro(str(tmp_path), Naive(), Case(mask=Causal(3, 3), head_dim=8), FAILED, CPU, {})
+    assert is_without_call(path) and "# The call is not in this file:" in path.read_text()
+    asked = subprocess.run([sys.executable, "-I", path], capture_output=True, text=True)
+    says = "naive was not called, so nothing was judged: write its call into attention() in this file\n"
+    assert (asked.returncode, asked.stdout, asked.stderr) == (1, "", says)
+    path.write_text(re.sub(r"^    sys.exit\(.naive.*$", "    return (q + k + v) * torch.nan, None", path.read_text(), flags=re.MULTILINE))
+    filled = subprocess.run([sys.executable, "-I", path], capture_output=True, text=True)
+    assert (filled.returncode, filled.stderr) == (1, "wrong: out, dq, dk, dv\n")
+    assert not is_without_call(write_repro(str(tmp_path), TopLeft(), Case(mask=Causal(3, 3), head_dim=8), FAILED, CPU, {}))
 
 
 @pytest.mark.parametrize("scale", [0.37, -0.37])
@@ -221,7 +227,7 @@ def test_the_files_of_gpu_kernels_are_python(kernel: Kernel, mask: Mask) -> None
     case = Case(mask=mask, batch=2, heads_q=2, heads_kv=1, head_dim=64, dtype="bf16")
     text = source(kernel, case)
     compile(text, "standalone.py", "exec")
-    assert "NotImplementedError" not in text and "def attention(q, k, v):" in text
+    assert "was not called" not in text and "def attention(q, k, v):" in text
 
 
 def test_documents_and_bands_reach_the_files() -> None:
