@@ -1,0 +1,357 @@
+"""How often the gate is wrong on this machine: alarms on equal builds, and planted slowdowns caught. Run on a GPU, as a script.
+
+    PYTHONPATH=.:$SITE python tests/gpu/bench_gate.py --minutes 3 --out gate.json
+
+Fresh processes, one after another, time the same short cases, each as it is and with work planted after it that makes it 5 % slower; one
+process first verifies every case and finds out how much work that is. Then the gate's own code compares 5 processes with 2 others: 300
+times, drawn at random, and as often as there are 5 neighbours and 2 later neighbours. A process takes some seconds: at least 20 are due.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import gc
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pytest_longca import catalogue
+from pytest_longca.case import Case, Direction
+from pytest_longca.checks import verify
+from pytest_longca.inputs import Inputs, make_inputs
+from pytest_longca.jobs import find_machine
+from pytest_longca.kernel import Call, Kernel
+from pytest_longca.machine import Machine
+from pytest_longca.outcome import Passed
+from pytest_longca.report.compare import compare, spread
+from pytest_longca.report.record import Record
+from pytest_longca.report.series import by_key
+from pytest_longca.report.verdict import Comparison, Limits, Verdict
+from pytest_longca.timing import CLOCKS, Clock, Effort, interleave
+
+K = 1024
+TIMED: tuple[tuple[str, tuple[str, ...], tuple[int, ...]], ...] = (
+    ("fa2", ("causal", "causal_document"), (K, 2 * K, 4 * K, 8 * K)),
+    ("sdpa_flash", ("full", "causal"), (K, 2 * K, 4 * K)),
+    ("sdpa_cudnn", ("full", "causal"), (K, 2 * K, 4 * K)),
+    ("flashmask", ("causal", "causal_document", "prefix_lm_document"), (K, 2 * K, 4 * K)),
+)
+"""58 cases, each forward and backward; 42 without the flash-attn package."""
+ON_CPU = (("naive", ("full", "causal"), (64, 96)),)
+"""What shows that the script runs: nobody's speed."""
+LIMITS = Limits()
+LEAST_PROCESSES = 20
+NUM_COMPARISONS = 300
+BASELINE, LOOKS = LIMITS.processes, 2
+EFFORT = Effort(min_samples=LIMITS.samples, max_samples=LIMITS.samples, patience_s=10.0)
+TRIAL = Effort(min_samples=15, max_samples=15, patience_s=10.0)
+UNITS_PER_MS = {"cuda": 1.8e6, "cpu": 1e6}
+"""Units of planted work in a millisecond, about: cycles of the GPU's clock, or nanoseconds."""
+TOLERANCE = 0.005
+"""How far from 5 % a planted slowdown may be, in the process that finds it, for its case to count."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One case of one kernel."""
+
+    kernel: str
+    case: Case
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel} {self.case.id}"
+
+
+def cells(machine: Machine) -> Iterator[Cell]:
+    """What is timed here."""
+    on_gpu = machine.device == "cuda"
+    sizes: dict[str, Any] = {"heads_q": 64, "heads_kv": 8, "head_dim": 128, "dtype": "bf16"}
+    for name, masks, seqlens in TIMED if on_gpu else ON_CPU:
+        kernel = kernel_named(name)
+        for mask in masks if kernel.missing() is None else ():
+            for seqlen in seqlens:
+                for direction in (Direction.FWD, Direction.BWD):
+                    value = catalogue.load(catalogue.MASKS[mask]).default(seqlen)
+                    yield Cell(name, Case(mask=value, direction=direction, **sizes if on_gpu else {}))
+
+
+@functools.cache
+def kernel_named(name: str) -> Kernel:
+    kernel: Kernel = catalogue.load(catalogue.KERNELS[name])()
+    return kernel
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- one process
+
+
+def spin(nanoseconds: int) -> None:
+    """Work for a CPU."""
+    end = time.perf_counter_ns() + nanoseconds
+    while time.perf_counter_ns() < end:
+        pass
+
+
+def step_of(call: Call, inputs: Inputs, direction: Direction) -> Callable[[], object]:
+    call.forward()
+    return call.forward if direction is Direction.FWD else functools.partial(call.backward, inputs.do)
+
+
+def with_work(step: Callable[[], object], device: str, units: int) -> Callable[[], None]:
+    """The step, then planted work."""
+    work = torch.cuda._sleep if device == "cuda" else spin
+
+    def run() -> None:
+        step()
+        work(units)
+
+    return run
+
+
+class Bench:
+    """A process's clock, and what it makes of cells."""
+
+    def __init__(self) -> None:
+        self.machine = find_machine()
+        self.clock: Clock = CLOCKS[self.machine.device]()
+        gc.collect()
+        gc.freeze()  # else collecting what torch made at its import takes longer than a case
+
+    def run(self, units: dict[str, int] | None) -> dict[str, Any]:
+        """Samples of every cell, plain and with its planted work; without that, the work of each cell that is right."""
+        found: dict[str, Any] = {}
+        for cell in cells(self.machine):
+            if units is not None and cell.name not in units:
+                continue
+            if units is None and not self.is_right(cell):
+                say(f"not timed: {cell.name}")
+                continue
+            inputs = make_inputs(cell.case, self.machine.device)
+            step = step_of(kernel_named(cell.kernel).bind(cell.case, inputs), inputs, cell.case.direction)
+            step()
+            found[cell.name] = self.work_of_limit(step) if units is None else self.both(step, units[cell.name])
+        return found
+
+    def is_right(self, cell: Cell) -> bool:
+        return isinstance(verify(kernel_named(cell.kernel), cell.case, self.machine, ("truth",)).outcome, Passed)
+
+    def samples(self, step: Callable[[], object], effort: Effort) -> tuple[list[float], dict[str, Any]]:
+        call_ms, launch_ms = self.clock.wall(step)[0], self.clock.launch(step)
+        taken = interleave(self.clock, [step], effort, call_ms, launch_ms)
+        return taken.of_steps[0], taken.clocks
+
+    def both(self, step: Callable[[], object], units: int) -> dict[str, Any]:
+        (plain, clocks), (planted, planted_clocks) = (
+            self.samples(run, EFFORT) for run in (step, with_work(step, self.machine.device, units) if units else step)
+        )
+        return {"plain": [plain, clocks], "planted": [planted, planted_clocks] if units else None}
+
+    def work_of_limit(self, step: Callable[[], object]) -> int:
+        """The work that makes the step as much slower as the gate must catch; 0 where a launch alone costs more."""
+        assert LIMITS.slower
+        plain = self.median(step)
+        guess = UNITS_PER_MS[self.machine.device] * LIMITS.slower * plain
+        few, many = (self.median(with_work(step, self.machine.device, int(guess * share))) for share in (0.5, 1.5))
+        if many <= few:
+            return 0
+        units = int(guess * (0.5 + (plain * (1 + LIMITS.slower) - few) / (many - few)))
+        if units < 1:
+            return 0
+        got = self.median(with_work(step, self.machine.device, units)) / plain - 1
+        return units if abs(got - LIMITS.slower) <= TOLERANCE else 0
+
+    def median(self, step: Callable[[], object]) -> float:
+        return statistics.median(self.samples(step, TRIAL)[0])
+
+
+def child() -> None:
+    """A process of the run: everything is imported when the word comes, and the GPU was not touched."""
+    for name, _, _ in TIMED:
+        with contextlib.suppress(ImportError):
+            catalogue.load(catalogue.KERNELS[name])
+    request = json.loads(sys.stdin.readline())
+    print("\x1e" + json.dumps({"device": (bench := Bench()).machine.name, "found": bench.run(request["units"])}), flush=True)
+
+
+class Child:
+    """A process that waits for its word."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, __file__, "--child"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, units: dict[str, int] | None) -> dict[str, Any]:
+        output, _ = self._process.communicate(json.dumps({"units": units}) + "\n")
+        lines = [line for line in output.split("\n") if line.startswith("\x1e")]
+        if self._process.returncode or not lines:
+            raise SystemExit(f"a process ended with {self._process.returncode}:\n{output[-2000:]}")
+        return dict(json.loads(lines[0][1:]))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+# ---------------------------------------------------------------------------------------------------------------- the gate
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Records of each process, in the order in which they ran, as they were and with planted work."""
+
+    plain: list[list[Record]]
+    planted: list[list[Record]]
+
+    def comparison(self, old: Sequence[int], new: Sequence[int], planted: bool = False) -> Comparison:
+        """The gate on some processes against others."""
+        later = self.planted if planted else self.plain
+        known = {record.case for record in later[0]} if planted else None
+        was, now = ([record for number in numbers for record in source[number]] for numbers, source in ((old, self.plain), (new, later)))
+        return compare([record for record in was if known is None or record.case in known], now)
+
+
+def records_of(found: dict[str, Any], kind: str, process: int, device: str) -> list[Record]:
+    """A process's samples as the plugin would record them."""
+    records = []
+    for name, taken in found.items():
+        kernel, case = name.split(" ", 1)
+        if taken[kind]:
+            samples, clocks = taken[kind]
+            about: dict[str, Any] = {"kernel": kernel, "mask": case.partition("(")[0], "case": case, "device": device, "clocks": clocks}
+            records.append(
+                Record(stage="timing", outcome=Passed().to_json(), samples_ms=samples, process=f"p{process}", versions={}, **about)
+            )
+    return records
+
+
+def draws(num: int) -> Iterator[tuple[list[int], list[int]]]:
+    """300 times 5 processes and 2 others, each in the order in which they ran; the same every time."""
+    rng = random.Random(1)
+    for _ in range(NUM_COMPARISONS):
+        drawn = rng.sample(range(num), BASELINE + LOOKS)
+        yield sorted(drawn[:BASELINE]), sorted(drawn[BASELINE:])
+
+
+def neighbours(num: int) -> Iterator[tuple[list[int], list[int]]]:
+    """5 processes in a row, and 2 in a row that came later: what drifts between a baseline and a run shows here."""
+    for first in range(num - BASELINE - LOOKS + 1):
+        for later in range(first + BASELINE, num - LOOKS + 1):
+            yield list(range(first, first + BASELINE)), list(range(later, later + LOOKS))
+
+
+def tally(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """What the gate said: how many comparisons had an alarm, and each verdict on times."""
+    verdicts = Counter(str(row.verdict) for comparison in comparisons for row in comparison.rows)
+    rows = sum(verdicts.values())
+    judged = rows - verdicts[Verdict.TOO_NOISY] - verdicts[Verdict.THROTTLED]
+    return {
+        "comparisons": len(comparisons),
+        "with an alarm": sum(any(row.verdict is Verdict.SLOWER for row in c.rows) for c in comparisons),
+        "slower, of those that are not too noisy": verdicts[Verdict.SLOWER] / judged if judged else None,
+        "too noisy": verdicts[Verdict.TOO_NOISY] / rows,
+        "verdicts": dict(verdicts),
+    }
+
+
+def figures(runs: Runs) -> dict[str, Any]:
+    """All that is to be known of the gate, from the runs."""
+    num = len(runs.plain)
+    noise = {name: spread([medians]) for name, medians in medians_of(runs.plain).items()}
+    ways: dict[str, Callable[[int], Iterator[tuple[list[int], list[int]]]]] = {"drawn": draws, "neighbours": neighbours}
+    found: dict[str, Any] = {"processes": num, "cases": len(noise), "planted cases": len(runs.planted[0])}
+    for name, pairs in ways.items():
+        found[f"equal builds, {name}"] = tally([runs.comparison(old, new) for old, new in pairs(num)])
+        if runs.planted[0]:
+            found[f"planted, {name}"] = tally([runs.comparison(old, new, planted=True) for old, new in pairs(num)])
+    assert LIMITS.slower
+    found["cases noisier than an eighth of the limit, over all processes"] = sum(value > LIMITS.slower / 8 for value in noise.values())
+    found["noisiest"] = sorted(((round(value, 5), name) for name, value in noise.items()), reverse=True)[:8]
+    found["planted slowdowns"] = sorted(round(slowdown, 4) for slowdown in slowdowns(runs))
+    return found
+
+
+def slowdowns(runs: Runs) -> list[float]:
+    """What was planted in truth: each case's median over all processes, over the plain one's."""
+    plain, planted = medians_of(runs.plain), medians_of(runs.planted)
+    return [statistics.median(medians) / statistics.median(plain[name]) - 1 for name, medians in planted.items()]
+
+
+def medians_of(processes: list[list[Record]]) -> dict[str, list[float]]:
+    """The medians of each case, in the order of the processes, in milliseconds."""
+    series = by_key(itertools.chain.from_iterable(processes))
+    return {f"{key.kernel} {key.case}": list(found.medians_ms(1).values()) for key, found in series.items()}
+
+
+def collect(minutes: float, most: int, out: Path | None) -> Runs:
+    """As many processes as the time has room for. The next one imports while one is timing."""
+    deadline, runs, last = time.monotonic() + 60 * minutes, Runs([], []), 0.0
+    waiting = Child()
+    try:
+        current, waiting = waiting, Child()
+        units: dict[str, int] = current.run(None)["found"]
+        left = deadline - time.monotonic()
+        say(f"{len(units)} cases are right, {sum(map(bool, units.values()))} of them can be planted, {left:.0f} s are left")
+        while len(runs.plain) < most and time.monotonic() + last < deadline:
+            began = time.monotonic()
+            current, waiting = waiting, Child()
+            answer = current.run(units)
+            number = len(runs.plain)
+            for into, kind in ((runs.plain, "plain"), (runs.planted, "planted")):
+                into.append(records_of(answer["found"], kind, number, answer["device"]))
+            last = time.monotonic() - began
+            save(out, runs, None)
+    finally:
+        waiting.close()
+    return runs
+
+
+def save(out: Path | None, runs: Runs, found: dict[str, Any] | None) -> None:
+    """Medians of each process and case, and what became of them."""
+    if out is None:
+        return
+    medians = {"plain": medians_of(runs.plain), "planted": medians_of(runs.planted)}
+    data = {"device": runs.plain[0][0].device, "torch": torch.__version__, "figures": found, "medians_ms": medians}
+    partial = out.with_suffix(".partial")
+    partial.write_text(json.dumps(data, indent=1))
+    os.replace(partial, out)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--processes", type=int, default=40, help="no more than these")
+    parser.add_argument("--out", type=Path, help="a JSON file for the medians and the figures")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child()
+        return 0
+    runs = collect(args.minutes, args.processes, args.out)
+    if len(runs.plain) < BASELINE + LOOKS:
+        say(f"{len(runs.plain)} processes are too few to compare")
+        return 1
+    found = figures(runs)
+    save(args.out, runs, found)
+    say("\n".join(f"{name}: {json.dumps(value)}" for name, value in found.items()))
+    say(f"{runs.plain[0][0].device}, torch {torch.__version__}")
+    return int(len(runs.plain) < LEAST_PROCESSES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
