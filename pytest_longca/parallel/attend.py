@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from pytest_longca.parallel.comm import Block, Communicator
 from pytest_longca.parallel.heads import HeadExchange, WayBack
 from pytest_longca.parallel.kernel import BlockKernel
+from pytest_longca.parallel.lanes import Finish, Lanes, ahead
 from pytest_longca.parallel.merge import GradSum, OutSum, accumulation_dtype
 from pytest_longca.parallel.plan import Plan
 
@@ -29,6 +31,7 @@ class ContextParallel:
     heads: HeadExchange
     kernel: BlockKernel
     scale: float
+    lanes: Lanes
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return _Attend.apply(q, k, v, self)  # type: ignore[no-any-return, no-untyped-call]  # Function.apply is untyped
@@ -36,49 +39,69 @@ class ContextParallel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Saved]]:
         """out and lse, and what the backward needs."""
         saved: list[Saved] = []
-        way_back = WayBack(self.heads)
-        for q_part, kv_part in self.heads.to_heads(q, self._packed(k, v)):
-            if len(self.plan.shards) > 1:
-                kv_part = kv_part.contiguous()  # to travel on
-            out, lse = self._blocks_forward(q_part, kv_part)
-            way_back.send(out)
-            saved.append((q_part, kv_part, out, lse))
-        (out,) = way_back.result()
-        return out, torch.cat([part[3] for part in saved]) if len(saved) > 1 else saved[0][3], saved
+        with self.lanes.apart():
+            way_back = WayBack(self.heads)
+            for part in ahead(self._blocks_forward(*operands) for operands in self.heads.to_heads(q, self._packed(k, v))):
+                way_back.send(part[2])
+                saved.append(part)
+            (out,) = way_back.result()
+            lse = torch.cat([part[3] for part in saved]) if len(saved) > 1 else saved[0][3]
+        return out, lse, saved
 
     def backward(self, do: Tensor, saved: Sequence[Saved]) -> tuple[Tensor, Tensor]:
         """dq `[tokens, heads_q, head_dim]` and packed dkv, the key/value heads still replicated, in the operands' dtype."""
-        way_back = WayBack(self.heads)
-        for (do_part,), part in zip(self.heads.to_heads(do), saved, strict=True):
-            way_back.send(*self._blocks_backward(do_part, *part))
-        dq, dkv = way_back.result()
+        with self.lanes.apart():
+            way_back, groups = WayBack(self.heads), zip(self.heads.to_heads(do), saved, strict=True)
+            for grads in ahead(self._blocks_backward(do_part, *part) for (do_part,), part in groups):
+                way_back.send(*grads)
+            dq, dkv = way_back.result()
         return dq, dkv
 
-    def _blocks_forward(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        head_dim = q.shape[-1]
-        total = OutSum(q, kv.shape[-1] - head_dim)
+    def _blocks_forward(self, q: Tensor, kv: Tensor) -> Finish[Saved]:
+        """Launch the work on every block; each is merged when the next has been launched."""
+        if len(self.plan.shards) > 1:
+            kv = kv.contiguous()  # to travel on
+        total = OutSum(q, kv.shape[-1] - q.shape[-1])
+        last: Finish[None] = _nothing
         for block in self.communicator.blocks(Block(kv, (self.plan.own,))):
-            step = self.plan.step(block.sources)
-            if step is not None:
-                k, v = _split(block.data[step.keys], head_dim)
-                total.add(step.rows, *self.kernel.block_forward(q[step.rows], k, v, step.segment, self.scale))
-        return total.result()
+            if step := self.plan.step(block.sources):
+                k, v = _split(block.data[step.keys], q.shape[-1])
+                call = partial(self.kernel.block_forward, q[step.rows], k, v, step.segment, self.scale)
+                launched = partial(_add, total, step.rows, self.lanes.launch(("forward", step.segment), call))
+                last()
+                last = launched
 
-    def _blocks_backward(self, do: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        head_dim = q.shape[-1]
+        def finish() -> Saved:
+            last()
+            return q, kv, *total.result()
+
+        return finish
+
+    def _blocks_backward(self, do: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> Finish[tuple[Tensor, Tensor]]:
         dq_total = GradSum(q)
 
-        def body(block: Block) -> Tensor | None:
+        def body(block: Block) -> Finish[Tensor | None]:
             step = self.plan.step(block.sources)
             if step is None:
-                return None
-            rows, (k, v) = step.rows, _split(block.data[step.keys], head_dim)
-            dq, dk, dv = self.kernel.block_backward(do[rows], q[rows], k, v, out[rows], lse[:, rows], step.segment, self.scale)
-            dq_total.add(rows, dq)
-            return _placed(dk, dv, step.keys, block.data)
+                return lambda: None
+            rows, keys, (k, v) = step.rows, step.keys, _split(block.data[step.keys], q.shape[-1])
+            operands = do[rows], q[rows], k, v, out[rows], lse[:, rows], step.segment, self.scale
+            finish = self.lanes.launch(("backward", step.segment), partial(self.kernel.block_backward, *operands))
 
-        dkv = self.communicator.adjoint(Block(kv, (self.plan.own,)), body)
-        return dq_total.result(q.dtype), dkv.to(kv.dtype)
+            def grad() -> Tensor:
+                dq, dk, dv = finish()
+                dq_total.add(rows, dq)
+                return _placed(dk, dv, keys, block.data)
+
+            return grad
+
+        home = self.communicator.adjoint(Block(kv, (self.plan.own,)), body)
+
+        def finish() -> tuple[Tensor, Tensor]:
+            dkv = home()
+            return dq_total.result(q.dtype), torch.zeros_like(kv) if dkv is None else dkv.to(kv.dtype)
+
+        return finish
 
     def _packed(self, k: Tensor, v: Tensor) -> Tensor:
         """k and v side by side, `[tokens, heads, head_dim + head_dim_v]`: one message a hop; heads repeated where ranks outnumber them."""
@@ -112,9 +135,16 @@ def _split(kv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return kv[..., :head_dim], kv[..., head_dim:]
 
 
+def _nothing() -> None:
+    pass
+
+
+def _add(total: OutSum, rows: slice, finish: Finish[tuple[Tensor, Tensor]]) -> None:
+    total.add(rows, *finish())
+
+
 def _placed(dk: Tensor, dv: Tensor, keys: slice, block: Tensor) -> Tensor:
-    """A block's packed gradient in the accumulation dtype; keys that no row saw get zero."""
-    dtype = accumulation_dtype(block.dtype)
-    dkv = torch.empty_like(block, dtype=dtype) if len(dk) == len(block) else torch.zeros_like(block, dtype=dtype)
+    """A block's packed gradient; keys that no row saw get zero."""
+    dkv = torch.empty_like(block) if len(dk) == len(block) else torch.zeros_like(block)
     dkv[keys, :, : dk.shape[-1]], dkv[keys, :, dk.shape[-1] :] = dk, dv
     return dkv

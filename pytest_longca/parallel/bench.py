@@ -32,7 +32,7 @@ from pytest_longca.parallel.job import assemble, compare, run_share, single_devi
 from pytest_longca.parallel.kernel import BlockKernel, find_block_kernel
 from pytest_longca.parallel.links import fit, measure_links
 from pytest_longca.parallel.setup import Shards, Sharing, bind, check, head_groups, shards_of
-from pytest_longca.parallel.timing import Measured, measure, measure_alone, simulate, slowest_of
+from pytest_longca.parallel.timing import Measured, measure, measure_alone, simulate, slowest_of, strays_from_one_lane
 from pytest_longca.parallel.world import World, session_world
 from pytest_longca.report.record import Record
 
@@ -148,6 +148,12 @@ class Bench:
             shares = [simulate(rank, case, sharing, kernel, self.settings.effort, self.world.device, shards) for rank in ranks]
             return Result(case, slowest_of(shares), sharing, facts | {"simulated_ranks": list(ranks), "communication": "off"})
         measured = measure(self.world, case, sharing, kernel, self.settings.effort, shards)
+        if (
+            sharing.lanes > 1
+            and self.world.device.type == "cuda"
+            and (name_of := strays_from_one_lane(self.world, case, sharing, kernel, shards))
+        ):
+            raise DidNotRun(Wrong(f"{name_of} is another on two streams than on one"))
         if self.settings.exposed and self.world.size > 1:
             quiet = World(self.world.rank, self.world.size, self.world.device, is_connected=False)
             off = measure(quiet, case, sharing, kernel, self.settings.effort, shards)
@@ -300,6 +306,7 @@ def _facts(case: Case, sharing: Sharing, shards: Shards) -> dict[str, Any]:
         "placement": sharing.row.placement(shards.mesh, sharing.ranks_per_node),
         "layout": sharing.layout_name,
         "groups": head_groups(case, shards.mesh, sharing.groups),
+        "lanes": sharing.lanes,
         "imbalance": max(work) * len(work) / max(1, sum(work)),
     }
 

@@ -40,6 +40,7 @@ class Settings:
     mesh: Mesh | None
     layouts: tuple[str, ...]
     groups: int
+    lanes: int
     effort: Effort
     deadline_s: float
     cell_timeout_s: float
@@ -76,7 +77,7 @@ class Settings:
             has_documents = "document" in mask or mask in ("shared_question", "causal_blockwise")
             layouts = self.layouts or (DOCUMENT_LAYOUTS if has_documents and default == "zigzag" else (default,))
             for layout in layouts:
-                yield Sharing(name, self.world, self.mesh, layout, self.groups)
+                yield Sharing(name, self.world, self.mesh, layout, self.groups, self.lanes)
 
 
 def _names(kind: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -107,7 +108,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="dtype (default: bf16)")
     parser.add_argument("--mesh", default="", help="outer x inner x heads, as in 2x2x2 (default: each mechanism's own)")
     parser.add_argument("--layouts", default="", help="layouts (default: the mechanism's own; for documents zigzag and balanced)")
-    parser.add_argument("--groups", type=int, default=0, help="pipelined head groups of the Ulysses exchange (default: by its weight)")
+    parser.add_argument("--groups", type=int, default=0, help="pipelined head groups of the Ulysses exchange (default: 4 at most)")
+    parser.add_argument("--lanes", type=int, default=2, choices=(1, 2), help="streams on which block kernels take turns (default: 2)")
     parser.add_argument("--samples", type=int, default=20, help="calls that are sampled for each figure, at most (default: 20)")
     parser.add_argument("--warmup", type=int, default=3, help="calls before them (default: 3)")
     parser.add_argument("--budget", type=float, default=4.0, help="seconds of samples for each figure (default: 4)")
@@ -142,6 +144,7 @@ def settings_of(options: argparse.Namespace, world_size: int) -> Settings:
         mesh=Mesh.parse(options.mesh) if options.mesh else None,
         layouts=_names("layout", options.layouts, list(LAYOUTS)),
         groups=options.groups,
+        lanes=options.lanes,
         effort=Effort(options.warmup, options.samples, options.budget),
         deadline_s=options.minutes * 60,
         cell_timeout_s=options.cell_timeout,

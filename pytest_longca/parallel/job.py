@@ -30,6 +30,7 @@ def sharing_to_json(case: Case, sharing: Sharing) -> dict[str, Any]:
         "mesh": str(sharing.mesh_for(case)),
         "layout": sharing.layout_name,
         "groups": sharing.groups,
+        "lanes": sharing.lanes,
         "gathers": sharing.row.gathers,
     }
 
@@ -38,7 +39,7 @@ def sharing_from_json(data: dict[str, Any]) -> Sharing:
     """The sharing that `sharing_to_json` wrote."""
     mesh = Mesh.parse(data["mesh"])
     row = Mechanism(data["mechanism"], "as its row says", lambda world, heads, ranks_per_node: mesh, data["gathers"], data["layout"])
-    return Sharing(row.name, data["world"], mesh, row.layout, data["groups"], own=row)
+    return Sharing(row.name, data["world"], mesh, row.layout, data["groups"], data["lanes"], own=row)
 
 
 def judge_case(world: World, request: dict[str, Any]) -> dict[str, Any]:
@@ -83,16 +84,15 @@ def run_share(bound: ContextParallel, inputs: Inputs, ids: Tensor) -> dict[str, 
 
 def assemble(world: World, case: Case, shards: Shards, local: dict[str, Tensor]) -> dict[str, Tensor]:
     """The whole tensors from every rank's share: `[tokens, heads, dim]`, lse `[heads_q, tokens]`."""
-    channel = everyone(world)
     ids = [shards.of_rank(rank) for rank in range(world.size)]
     whole = {}
     for name in (name for name in local if name != "lse"):  # the same order on every rank
-        gathered = channel.gather(local[name].contiguous(), [len(part) for part in ids])()
+        gathered = torch.cat(gather_all(world, local[name].contiguous(), [len(part) for part in ids]))
         whole[name] = torch.empty_like(gathered)
         whole[name][torch.cat(ids).to(gathered.device)] = gathered
     # A rank's lse has its heads and the tokens of its whole ring share.
     spans = [shards.ring[rank // shards.mesh.heads] for rank in range(world.size)]
-    parts = channel.gather(local["lse"].mT.contiguous(), [len(span) for span in spans])().split([len(span) for span in spans])
+    parts = gather_all(world, local["lse"].mT.contiguous(), [len(span) for span in spans])
     lse = parts[0].new_empty(case.seqlen_q, case.heads_q)
     for rank, (span, part) in enumerate(zip(spans, parts, strict=True)):
         first = rank % shards.mesh.heads * part.shape[1]
@@ -119,6 +119,14 @@ def compare(case: Case, inputs: Inputs, whole: dict[str, Tensor]) -> dict[str, A
     verdicts = judge(case, inputs, reference, Result(out, lse, dq, dk, dv))
     kept = [{"tensor": verdict.tensor, "error_over_limit": verdict.error_over_limit, "message": verdict.message} for verdict in verdicts]
     return {"errors": errors, "rms": rms, "verdicts": kept}
+
+
+def gather_all(world: World, x: Tensor, lengths: list[int]) -> list[Tensor]:
+    """Every rank's rows, in rank order. Collective."""
+    channel = everyone(world)
+    parts = list(channel.gather(x, lengths)().split(channel.without_own(lengths)))
+    parts[channel.rank] = x
+    return parts
 
 
 def everyone(world: World) -> Channel:

@@ -4,8 +4,9 @@
 
 Compute is data (records of simulated ranks), or the rate of the kernel alone is assumed; links are fitted on what is there, the others are
 named assumptions.
-A ring hides a hop behind the block that it computes meanwhile; an exchange of heads in g groups hides all but the first and the last; a
-gather hides nothing. Links that are busy while a rank computes slow it down by the factor 1 + `contention`.
+A ring hides a hop behind the block that it computes meanwhile, a gather hides behind the rank's own block (its gradients' way back does
+not), and an exchange of heads in g groups hides all but the first and the last. Links that are busy while a rank computes slow it down by
+the factor 1 + `contention`.
 """
 
 import argparse
@@ -65,9 +66,8 @@ def predict_ms(case: Case, sharing: Sharing, direction: str, compute_ms: float, 
     """A step's time on one rank: its compute, and the communication that is not hidden. `direction` is "fwd" or "bwd"."""
     mesh = sharing.mesh_for(case)
     heads = _exchange_exposed_ms(case, sharing, mesh, compute_ms, network)
-    ring = (
-        _gather_ms(case, mesh, direction, network) if sharing.row.gathers else _ring_exposed_ms(case, mesh, direction, compute_ms, network)
-    )
+    exposed = _gather_ms if sharing.row.gathers else _ring_exposed_ms
+    ring = exposed(case, mesh, direction, compute_ms, network)
     slowed = compute_ms * (1 + network.contention) if mesh.size > 1 else compute_ms
     return slowed + heads + ring
 
@@ -97,11 +97,10 @@ def _ring_exposed_ms(case: Case, mesh: Mesh, direction: str, compute_ms: float, 
     return exposed + (inner.ms(grad) if mesh.inner > 1 else 0.0) + (outer.ms(grad) if mesh.outer > 1 else 0.0)
 
 
-def _gather_ms(case: Case, mesh: Mesh, direction: str, network: Network) -> float:
-    grads = _block_bytes(case, mesh, FP32_BYTES) if direction == "bwd" else 0.0
-    return sum(
-        network.exchange_ms((mesh.inner - 1) * sent, mesh, "inner") for sent in (_block_bytes(case, mesh, BF16_BYTES), grads) if sent
-    )
+def _gather_ms(case: Case, mesh: Mesh, direction: str, compute_ms: float, network: Network) -> float:
+    """What a gather outlasts the rank's own block, and backward the gradients' way, in the operands' dtype."""
+    one_way = network.exchange_ms((mesh.inner - 1) * _block_bytes(case, mesh, BF16_BYTES), mesh, "inner")
+    return max(0.0, one_way - compute_ms / mesh.ring) + (one_way if direction == "bwd" else 0.0)
 
 
 def compute_table(records: Sequence[Record]) -> Computed:

@@ -11,7 +11,7 @@ import torch
 from pytest_longca.catalogue import load
 from pytest_longca.errors import DidNotRun
 from pytest_longca.outcome import Crashed
-from pytest_longca.parallel.job import everyone
+from pytest_longca.parallel.job import gather_all
 from pytest_longca.parallel.world import World, session_world
 from pytest_longca.processes import choose_triton_mode
 
@@ -54,6 +54,5 @@ def _everyones(world: World, answer: dict[str, Any]) -> list[dict[str, Any]]:
     """All ranks' answers, sent as JSON."""
     on = world.device if torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl" else torch.device("cpu")
     data = torch.frombuffer(bytearray(json.dumps(answer).encode()), dtype=torch.uint8).to(on)
-    channel = everyone(world)
-    lengths = channel.gather(torch.tensor([len(data)], device=on), [1] * world.size)().tolist()
-    return [json.loads(bytes(part.tolist())) for part in channel.gather(data, lengths)().split(lengths)]
+    lengths = torch.cat(gather_all(world, torch.tensor([len(data)], device=on), [1] * world.size)).tolist()
+    return [json.loads(bytes(part.tolist())) for part in gather_all(world, data, lengths)]

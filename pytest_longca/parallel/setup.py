@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pytest_longca.case import Case, Direction
+from pytest_longca.case import Case
 from pytest_longca.errors import InvalidArgument
 from pytest_longca.inputs import TORCH_DTYPES
 from pytest_longca.mask import Mask
@@ -13,22 +13,22 @@ from pytest_longca.parallel.attend import ContextParallel
 from pytest_longca.parallel.comm import Chain, Communicator, Gather, Ring
 from pytest_longca.parallel.heads import HeadExchange
 from pytest_longca.parallel.kernel import BlockKernel
+from pytest_longca.parallel.lanes import Lanes
 from pytest_longca.parallel.layout import find_layout
 from pytest_longca.parallel.mechanisms import RANKS_PER_NODE, Heads, Mechanism, Mesh, check_mesh, find_mechanism
 from pytest_longca.parallel.plan import Plan
 from pytest_longca.parallel.world import World
 
-PIPELINED_GROUPS = 2
-HEAVY_BYTES_PER_FLOP = 2.5e-5
-"""Between 1.7e-5 (causal, 32K tokens on each of 2 GPUs) and 3.4e-5 (full, 8K): about 4 % of a forward on an H200 with FlashAttention-2."""
+PIPELINED_GROUPS = 4
+"""More expose less of the exchange, and make kernels smaller: with 32 query heads on 2 GPUs a group of a quarter is still 8 heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
     """How a case is shared: mechanism, mesh and layout. None asks for the mechanism's default.
 
-    `groups` is the number of pipelined head groups of the Ulysses exchange (0: see `head_groups`). `own` is the row of a mechanism that is
-    not built in.
+    `groups` is the number of pipelined head groups of the Ulysses exchange (0: see `head_groups`), `lanes` the number of streams on which
+    block kernels take turns on a GPU (1 or 2). `own` is the row of a mechanism that is not built in.
     """
 
     mechanism: str
@@ -36,6 +36,7 @@ class Sharing:
     mesh: Mesh | None = None
     layout: str | None = None
     groups: int = 0
+    lanes: int = 2
     ranks_per_node: int = RANKS_PER_NODE
     own: Mechanism | None = None
 
@@ -106,10 +107,9 @@ def bind(case: Case, sharing: Sharing, world: World, kernel: BlockKernel, shards
     mesh = shards.mesh
     plan = Plan(shards.intervals, shards.ring, world.rank // mesh.heads, world.device)
     tokens = [len(part) for part in shards.ring[plan.own].tensor_split(mesh.heads)]
-    # Urgent, or its copies would wait until every block of the attention that was launched before them has started.
-    side = torch.cuda.Stream(world.device, priority=-1) if world.device.type == "cuda" and mesh.heads > 1 else None
-    exchange = HeadExchange(world.channel(mesh, "heads"), tokens, head_groups(case, mesh, sharing.groups), side)
-    return ContextParallel(plan, _communicator(sharing.row, mesh, world, plan), exchange, kernel, case.scale)
+    exchange = HeadExchange(world.channel(mesh, "heads"), tokens, head_groups(case, mesh, sharing.groups))
+    lanes = Lanes.on(world.device, sharing.lanes)
+    return ContextParallel(plan, _communicator(sharing.row, mesh, world, plan), exchange, kernel, case.scale, lanes)
 
 
 def _communicator(row: Mechanism, mesh: Mesh, world: World, plan: Plan) -> Communicator:
@@ -120,16 +120,11 @@ def _communicator(row: Mechanism, mesh: Mesh, world: World, plan: Plan) -> Commu
 
 
 def head_groups(case: Case, mesh: Mesh, wanted: int = 0) -> int:
-    """The largest number of head groups up to `wanted` that divides a rank's key/value heads; 1 without Ulysses.
-
-    0 wants 2 groups where the exchange is heavy beside the computation, else 1: every group ends in a wave that leaves processors idle,
-    which for long sequences costs more than a light exchange that is not hidden.
-    """
+    """The largest number of head groups up to `wanted` (0: 4) that divides a rank's key/value heads; 1 without Ulysses."""
     if mesh.heads == 1:
         return 1
-    wanted = wanted or (PIPELINED_GROUPS if exchange_bytes(case, mesh) > HEAVY_BYTES_PER_FLOP * case.flop(Direction.FWD) / mesh.size else 1)
     heads = max(case.heads_kv, mesh.heads) // mesh.heads
-    return max(n for n in range(1, wanted + 1) if heads % n == 0)
+    return max(n for n in range(1, (wanted or PIPELINED_GROUPS) + 1) if heads % n == 0)
 
 
 def exchange_bytes(case: Case, mesh: Mesh) -> float:

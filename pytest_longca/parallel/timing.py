@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from pytest_longca.parallel.world import World
 from pytest_longca.telemetry import State, Telemetry
 from pytest_longca.timing import FLUSH_BYTES
 
+STRAY = 2**-6  # of a number and of the root mean square: four roundings of bf16
 AHEAD_CYCLES = 40_000_000  # about 20 ms, in which the host fills the queue
 
 
@@ -150,6 +151,27 @@ def measure_bound(world: World, case: Case, bound: ContextParallel, num_tokens: 
     fwd_ms = clock.samples(lambda: bound(q, k, v))
     bwd_ms = _backward_ms(clock, bound(q, k, v)[0], (q, k, v), do) if has_backward else []
     return Measured(fwd_ms, bwd_ms, _peak_bytes(world, both), traffic, clock.state())
+
+
+def strays_from_one_lane(world: World, case: Case, sharing: Sharing, kernel: BlockKernel, shards: Shards) -> str | None:
+    """Which tensor of the long case itself is another when kernels take turns on two streams than one after another, or None. Collective.
+
+    Short cases end before kernels can meet, and a race would not show in them. Sums in no fixed order may differ by a rounding.
+    """
+    q, k, v, do = share_inputs(case, len(shards.of_rank(world.rank)), world)
+    found = []
+    for lanes in (1, 2):
+        bound = bind(case, replace(sharing, lanes=lanes), world, kernel, shards)
+        for _ in range(lanes):  # the first call runs on one
+            out, _ = bound(q, k, v)
+            found.append([out.detach(), *(torch.autograd.grad(out, (q, k, v), do) if kernel.capabilities.backward else ())])
+    one, _, two = found
+    strays = [
+        float((a.float() - b.float()).abs().sub(STRAY * b.float().abs()).max() / b.float().square().mean().sqrt())
+        for a, b in zip(two, one, strict=True)
+    ]
+    worst = world.slowest([0.0 if stray <= STRAY else 1.0 for stray in strays])  # NaN is no match either
+    return next((name for name, is_another in zip(("out", "dq", "dk", "dv"), worst, strict=False) if is_another), None)
 
 
 def _backward_ms(clock: RankClock, out: Tensor, leaves: tuple[Tensor, ...], do: Tensor) -> list[float]:

@@ -13,6 +13,7 @@ from pytest_longca.parallel import merge, peers
 from pytest_longca.parallel.comm import Block, Body, Chain, Ring
 from pytest_longca.parallel.job import judge_bound, judge_case, sharing_from_json
 from pytest_longca.parallel.kernel import NaiveBlock
+from pytest_longca.parallel.lanes import Finish
 from pytest_longca.parallel.setup import bind, shards_of
 from pytest_longca.parallel.world import World
 
@@ -22,16 +23,22 @@ Answer = dict[str, Any]
 class LocalKeys(Ring):
     """The backward uses the local keys and values at each step."""
 
-    def adjoint(self, block: Block, body: Body) -> Tensor:
+    def adjoint(self, block: Block, body: Body) -> Finish[Tensor | None]:
         return super().adjoint(block, lambda visitor: body(Block(block.data, visitor.sources)))
 
 
 class OneRankOff(Ring):
     """Gradients of keys and values arrive one rank further."""
 
-    def adjoint(self, block: Block, body: Body) -> Tensor:
-        grad = super().adjoint(block, body)
-        return self.channel.shift(grad, len(grad))()
+    def adjoint(self, block: Block, body: Body) -> Finish[Tensor | None]:
+        home = super().adjoint(block, body)
+
+        def one_further() -> Tensor:
+            grad = home()
+            assert grad is not None
+            return self.channel.shift(grad, len(grad))()
+
+        return one_further
 
 
 def _with_ring(kind: type[Ring], world: World, request: Answer) -> Answer:

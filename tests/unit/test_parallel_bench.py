@@ -145,15 +145,11 @@ def test_model_exposes_one_group_of_the_exchange() -> None:
     assert four == pytest.approx(one / 4)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "mask", "world", "groups"),
-    [(32768, "full", 2, 1), (32768, "causal", 2, 1), (8192, "full", 2, 2), (8192, "causal", 2, 2), (8192, "full", 64, 1)],
-)
-def test_heavy_exchanges_are_pipelined_and_light_ones_leave_the_attention_whole(tokens: int, mask: str, world: int, groups: int) -> None:
-    case = Case(mask=load(MASKS[mask])(tokens * world, tokens * world), heads_q=64, heads_kv=8, head_dim=128, dtype="bf16")
-    mesh = Mesh(heads=2, inner=world // 2)
-    assert head_groups(case, mesh) == groups
-    assert head_groups(case, mesh, wanted=4) == 4
+@pytest.mark.parametrize(("heads_kv", "ranks", "wanted", "groups"), [(8, 2, 0, 4), (6, 2, 0, 3), (8, 2, 2, 2), (8, 8, 0, 1), (2, 4, 0, 1)])
+def test_head_groups_divide_the_key_value_heads_of_a_rank(heads_kv: int, ranks: int, wanted: int, groups: int) -> None:
+    case = Case(mask=load(MASKS["full"])(64, 64), heads_q=8 * heads_kv, heads_kv=heads_kv, head_dim=128, dtype="bf16")
+    assert head_groups(case, Mesh(heads=ranks), wanted) == groups
+    assert head_groups(case, Mesh(inner=ranks), wanted) == 1
 
 
 def test_assumed_rate_is_that_of_the_kernel_alone_on_the_longest_sequence() -> None:
