@@ -3,7 +3,8 @@
 Algorithm: block-sparse FlashAttention in blocks of 64 with separate kernels for dq and for dk and dv.
 Masks: uniform and variable blocks, in upstream's padded layout (see vsa). Layout: BHSD, made contiguous by upstream. Dtypes: bf16.
 Head dims: powers of two from 16 to 128. GQA: no. Directions: forward and backward, through upstream's autograd; the backward inverts the
-lists and scales a copy of k in every call. Architectures: from sm80. Determinism: yes. lse: upstream's is in base 2.
+lists and scales a copy of k in every call. Architectures: from sm80. Determinism: forward and dq; the lists are inverted by an atomic
+counter, so that dk and dv sum their query blocks in the order in which programs happened to arrive. lse: upstream's is in base 2.
 A row that sees nothing: out 0, lse -inf.
 """
 
@@ -37,7 +38,6 @@ class VsaFastvideoTriton(Kernel):
         gqa=False,
         unequal_head_dims=False,
     )
-    deterministic = True
     device_kernel_pattern = r"_attn_fwd_sparse|_attn_bwd"
 
     def compiles_to_disk(self, machine: Machine) -> bool:
