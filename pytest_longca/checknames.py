@@ -38,7 +38,9 @@ CHECK_INFO: dict[str, CheckInfo] = {
         "examples",
         "documents alone and reversed, heads and batch reversed, halves merged, a window as wide as the sequence, do doubled",
     ),
-    "training": CheckInfo("thorough", "examples", "each subset of q, k, v needing gradients, checkpointing, side stream, CUDA graph"),
+    "training": CheckInfo(
+        "thorough", "examples", "each subset of q, k, v needing gradients, checkpointing, torch.compile, side stream, CUDA graph"
+    ),
     "resources": CheckInfo("thorough", "examples", "nothing is kept after a call; memory linear in the length where that is promised"),
 }
 

@@ -1,5 +1,6 @@
-"""P13 and P11: what breaks only inside a model (partial gradients, checkpointing, streams, graphs) or in the long run (memory)."""
+"""P13 and P11: what breaks only inside a model (partial gradients, checkpointing, compilers, streams, graphs) or in the long run."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -8,13 +9,19 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from pytest_longca.errors import DidNotRun
 from pytest_longca.inputs import shapes
 from pytest_longca.judge import Result
 from pytest_longca.kernel import AutogradCall
+from pytest_longca.outcome import OutOfMemory
 from pytest_longca.subject import Finding, Subject, kernel_errors
 
+COMPILED = "training under torch.compile"
+"""The fact that says what compiled it, or why nothing did."""
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
+INDUCTOR_EVERY = 16
+"""One case of so many, by its seed, is compiled to code (seconds to half a minute); the others are traced and run by torch (0.3 s)."""
 MEMORY_FACTOR = 8
 """How many times the bytes of operands, results and gradients a linear kernel may take: padded copies, fp32 accumulators, plans."""
 MEMORY_FLOOR = 64 * 2**20
@@ -40,6 +47,8 @@ def _uses(subject: Subject, attend: Attend) -> Iterator[tuple[str, Result]]:
             names = ", ".join(f"d{name}" for name, is_needed in zip("qkv", needed, strict=True) if is_needed)
             yield f"with only {names} asked for", _complete(subject, differentiate(subject, attend, needed))
     yield "under checkpointing", differentiate(subject, lambda *qkv: checkpoint(attend, *qkv, use_reentrant=False))
+    if not subject.kernel.compiles_per_shape and not subject.is_slow:  # what compiles itself, and what the compiler cannot trace
+        yield from _compiled(subject, attend)
     if subject.machine.device == "cuda":
         yield "on a side stream", _on_side_stream(subject, attend)
         yield "replayed from a CUDA graph", _in_graph(subject, attend)
@@ -69,6 +78,30 @@ def _complete(subject: Subject, partial: Result) -> Result:
     clean = subject.result
     missing = {name: getattr(clean, name) for name in ("dq", "dk", "dv") if getattr(partial, name) is None}
     return replace(partial, **missing)
+
+
+def _compiled(subject: Subject, attend: Attend) -> Iterator[tuple[str, Result]]:
+    """Inside a graph whose buffers the compiler owns. What raises there (a missing compiler, too) refuses aloud, which is a fact."""
+    backend = "aot_eager" if (subject.case.seed + 1) % INDUCTOR_EVERY else "inductor"
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        out, lse = attend(*(x.neg().neg() for x in (q, k, v)))  # exact: the operands, and out, are of the compiler's own code
+        return out.neg().neg(), lse
+
+    torch.compiler.reset()  # after some graphs of the same code it would run eagerly without a word
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the compiler's own modules, about torch
+            result = differentiate(subject, lambda *qkv: torch.compile(layer, backend=backend, dynamic=False)(*qkv))
+    except DidNotRun as refused:
+        if isinstance(refused.outcome, OutOfMemory):
+            raise
+        subject.facts[COMPILED] = f"refused: {refused.outcome}"
+        return
+    finally:
+        torch.compiler.reset()
+    subject.facts[COMPILED] = backend
+    yield f"under torch.compile ({backend})", result
 
 
 def _on_side_stream(subject: Subject, attend: Attend) -> Result:
