@@ -1,4 +1,4 @@
-"""Every dense kernel that is installed, on every static mask, on the GPU: one table, made by one process that is replaced when it dies.
+"""Every dense kernel that is installed, on every static mask, on the GPU: one table, made by processes that are replaced when they die.
 
     PYTHONPATH=.:$SITE python tests/gpu/test_dense_gpu.py [--kernels fa2,fa4] [--shapes gqa64,gqa128] [--seconds 500] [--json FILE]
 
@@ -7,10 +7,13 @@ With --known the entries of the known-failures file are tried instead, each on i
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import queue
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -19,10 +22,15 @@ from typing import Any
 
 import pytest
 
-KERNELS = ("naive", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "fa2", "fa3", "cudnn", "cudnn_flex", "fa4", "flex")
+KERNELS = (
+    "naive", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "fa2", "fa3", "flashmask", "cudnn",
+    "cudnn_flex", "fa4", "flex",
+)  # fmt: skip
 """Those that compile for long come last."""
 COMPILED_SHAPES = ("gqa64", "uneven")
 """For a kernel that compiles each shape: the others cost seconds each and show it nothing new."""
+PARTS = 12
+"""Processes at once, as many as there are masks: backends compile for seconds, on one core each."""
 DOCUMENTS, DOCUMENTS_KV = (300, 0, 1, 130, 569), (310, 7, 1, 0, 482)
 SHAPES: dict[str, dict[str, Any]] = {
     "gqa64": {"lengths": (1000, 1000), "sizes": {"heads_q": 8, "heads_kv": 2, "head_dim": 64, "dtype": "bf16"}},
@@ -54,8 +62,8 @@ def masks(seqlen_q: int, seqlen_kv: int) -> Iterator[Any]:
         yield document.BlockCausalDocument(DOCUMENTS, 100)
 
 
-def cells(kernels: tuple[str, ...], shapes: tuple[str, ...]) -> list[tuple[str, str, Any]]:
-    """(kernel, shape, case), in a fixed order, so that a new process can go on where the last one died."""
+def cells(kernels: tuple[str, ...], shapes: tuple[str, ...], part: int, parts: int) -> list[tuple[str, str, Any]]:
+    """(kernel, shape, case) of one part's masks, in a fixed order, so that a new process can go on where the last one died."""
     from pytest_longca.case import Case
     from pytest_longca.catalogue import KERNELS, load
 
@@ -66,7 +74,7 @@ def cells(kernels: tuple[str, ...], shapes: tuple[str, ...]) -> list[tuple[str, 
             if compiled and shape not in COMPILED_SHAPES:
                 continue
             spec = SHAPES[shape]
-            found += [(kernel, shape, Case(mask=mask, **spec["sizes"])) for mask in masks(*spec["lengths"])]
+            found += [(kernel, shape, Case(mask=mask, **spec["sizes"])) for mask in list(masks(*spec["lengths"]))[part::parts]]
     return found
 
 
@@ -105,14 +113,14 @@ def ran(name: str, case: Any, machine: Any) -> dict[str, Any]:
     return {"device_kernels": names, "fallback": silent_fallback(kernel, names)}
 
 
-def work(kernels: tuple[str, ...], shapes: tuple[str, ...], start: int, deadline: float) -> None:
-    """Judge the cells from number `start` on; a line of JSON before and after each."""
+def work(kernels: tuple[str, ...], shapes: tuple[str, ...], part: int, parts: int, start: int, deadline: float) -> None:
+    """Judge a part's cells from number `start` on; a line of JSON before and after each."""
     from pytest_longca.ids import parse_case
     from pytest_longca.jobs import find_machine
 
     machine = find_machine()
     profiled: set[str] = set()
-    for number, (name, shape, case) in enumerate(cells(kernels, shapes)):
+    for number, (name, shape, case) in enumerate(cells(kernels, shapes, part, parts)):
         if number < start:
             continue
         about = {"number": number, "kernel": name, "shape": shape, "mask": case.mask.name}
@@ -188,24 +196,34 @@ def tell(line: dict[str, Any]) -> None:
     print("\x1e" + json.dumps(line, default=str), flush=True)
 
 
-def run(kernels: tuple[str, ...], shapes: tuple[str, ...], seconds: float) -> Iterator[dict[str, Any]]:
-    """Every cell's line, from as many processes as it takes."""
-    start, total, deadline = 0, len(cells(kernels, shapes)), time.monotonic() + seconds
+def run(kernels: tuple[str, ...], shapes: tuple[str, ...], seconds: float, parts: int) -> Iterator[dict[str, Any]]:
+    """Every cell's line, as soon as it is known, from so many processes at once and another one where one died."""
+    lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    deadline = time.monotonic() + seconds
+
+    def run_part(part: int) -> None:
+        for line in in_processes(kernels, shapes, part, parts, deadline):
+            lines.put(line)
+        lines.put(None)
+
+    for part in range(parts):
+        threading.Thread(target=run_part, args=(part,), daemon=True).start()
+    ended = 0
+    while ended < parts:
+        line = lines.get()
+        if line is None:
+            ended += 1
+        else:
+            yield line
+
+
+def in_processes(kernels: tuple[str, ...], shapes: tuple[str, ...], part: int, parts: int, deadline: float) -> Iterator[dict[str, Any]]:
+    """The lines of one part's cells, one process after another."""
+    start, total = 0, len(cells(kernels, shapes, part, parts))
     while start < total:
-        left = deadline - time.monotonic()
-        command = [
-            sys.executable,
-            "-u",
-            __file__,
-            "--work",
-            str(start),
-            "--seconds",
-            str(left),
-            "--kernels",
-            ",".join(kernels),
-            "--shapes",
-            ",".join(shapes),
-        ]
+        chosen = {"--kernels": ",".join(kernels), "--shapes": ",".join(shapes), "--part": part, "--parts": parts}
+        chosen |= {"--work": start, "--seconds": deadline - time.monotonic()}
+        command = [sys.executable, "-u", __file__, *(str(x) for option in chosen.items() for x in option)]
         done, begun = start, {}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
             assert worker.stdout is not None
@@ -222,14 +240,8 @@ def run(kernels: tuple[str, ...], shapes: tuple[str, ...], seconds: float) -> It
             done = begun["number"] + 1
             yield begun | {"kind": "crashed", "text": f"the process ended with {worker.returncode}"}
         if done == start:
-            yield {
-                "number": start,
-                "kernel": "?",
-                "shape": "?",
-                "mask": "?",
-                "kind": "crashed",
-                "text": f"no worker starts: {worker.returncode}",
-            }
+            unknown = dict.fromkeys(("kernel", "shape", "mask"), "?")
+            yield unknown | {"number": start, "kind": "crashed", "text": f"no worker starts: {worker.returncode}"}
             return
         start = done
 
@@ -247,7 +259,7 @@ def table(lines: list[dict[str, Any]]) -> str:
         *("crashed", "wrong", "timed_out", "out_of_memory", "refused", "known_wrong"),
         *("not_verified", "passed", "unsupported", "not_installed"),
     )
-    names = list(dict.fromkeys(line["mask"] for line in lines))
+    names = [mask.name for mask in masks(1000, 1000) if any(line["mask"] == mask.name for line in lines)]
     rows = [f"{'':14} " + " ".join(f"{name[:10]:>10}" for name in names)]
     for kernel in dict.fromkeys(line["kernel"] for line in lines):
         row = []
@@ -271,7 +283,7 @@ def test_every_declared_cell_of_every_installed_dense_kernel_is_right() -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    lines = list(run(KERNELS, tuple(SHAPES), seconds=540))
+    lines = list(run(KERNELS, tuple(SHAPES), 540, PARTS))
     failed = [f"{line['kernel']} {line['shape']} {line['mask']}: {line.get('fallback') or line.get('text')}" for line in lines if bad(line)]
     assert not failed, table(lines) + "\n" + "\n".join(failed)
     assert any(line["kind"] == "passed" for line in lines), "nothing was judged"
@@ -284,20 +296,24 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--known", action="store_true", help="try the known failures, and smaller cases of them")
+    parser.add_argument("--parts", type=int, default=PARTS, help="processes at once; each judges some of the masks")
+    parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.known:
         return try_known_failures()
     kernels, shapes = tuple(options.kernels.split(",")), tuple(options.shapes.split(","))
     if options.work is not None:
-        work(kernels, shapes, options.work, time.monotonic() + options.seconds)
+        work(kernels, shapes, options.part, options.parts, options.work, time.monotonic() + options.seconds)
         return 0
     lines = []
-    for line in run(kernels, shapes, options.seconds):
-        lines.append(line)
-        show(line)
-        if options.json:
-            options.json.write_text("".join(json.dumps(each, default=str) + "\n" for each in lines))
+    with contextlib.suppress(KeyboardInterrupt):  # what is known by then is shown
+        for line in run(kernels, shapes, options.seconds, options.parts):
+            lines.append(line)
+            show(line)
+            if options.json:
+                with options.json.open("a") as file:
+                    file.write(json.dumps(line, default=str) + "\n")
     print(table(lines))
     for line in filter(bad, lines):
         print(
