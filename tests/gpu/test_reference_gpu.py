@@ -1,22 +1,25 @@
 """The reference in halves on a GPU: its error against fp64, and what a full verification costs at long lengths.
 
-    PYTHONPATH=. python tests/gpu/test_reference_gpu.py [--seconds 75]     one table, within the time
+    PYTHONPATH=. python tests/gpu/test_reference_gpu.py [--seconds 75] [--figures FILE]     one table, within the time
     pytest tests/gpu/test_reference_gpu.py                                 the same figures, asserted
 
 Each line is printed as soon as it is known; the table comes last. What there is no time for is said.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from pytest_longca.arithmetic import Arithmetic, Exact, Split
 from pytest_longca.case import Case, Values
+from pytest_longca.conformance import commit
 from pytest_longca.inputs import Inputs, make_inputs
 from pytest_longca.judge import Result, judge
 from pytest_longca.mask import Mask
@@ -140,7 +143,10 @@ def test_a_full_verification_costs_what_it_may(seqlen: int, arithmetic: str) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=75.0)
-    end = time.monotonic() + float(parser.parse_args().seconds)
+    parser.add_argument("--figures", type=Path, help="a file that gets one line of JSON for each figure")
+    args = parser.parse_args()
+    end = time.monotonic() + args.seconds
+    about = {"device": torch.cuda.get_device_name(), "versions": {"torch": torch.__version__}, "commit": commit()}
 
     def left() -> float:
         return end - time.monotonic()
@@ -165,6 +171,9 @@ def main() -> None:
             for line in step():
                 lines.append(line)
                 print(line, flush=True)
+                if args.figures:
+                    with args.figures.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(about | asdict(line)) + "\n")
         except (AssertionError, RuntimeError) as error:
             lines.append(f"{name:44} {type(error).__name__}: {str(error)[:200]}")
         torch.cuda.empty_cache()
