@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_longca.case import Direction
 from pytest_longca.errors import InvalidArgument
 from pytest_longca.outcome import NotVerified
 from pytest_longca.report.record import Record
@@ -63,20 +64,24 @@ class Budget:
 def arrange(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """The items with the most telling ones first: probes, timings, examples, then the others.
 
-    Timings go round the kernels and masks: each cell's first (shortest) case before any cell's second.
+    Timings go round the kernels and masks: each cell's first (shortest) case, in all passes, before any cell's second.
     """
-    places: Counter[tuple[object, ...]] = Counter()
+    places: dict[tuple[object, ...], dict[str, int]] = {}
     order = list(STAGES)
     ranked = []
     for number, item in enumerate(items):
         test, turn = getattr(item, "originalname", ""), (0, 0)
         if stage_of(item) == "timing":
             key, process = key_of_item(item), item.callspec.params["longca_process"]  # type: ignore[attr-defined]  # timings are parametrized
-            cell = (key.kernel, key.mask, process)
-            turn = (process, places[cell])
-            places[cell] += 1
+            cell = places.setdefault((key.kernel, key.mask, process), {})
+            turn = (process, cell.setdefault(_of_any_pass(key.case), len(cell)))
         ranked.append((order.index(test) if stage_of(item) else len(order), turn, number, item))
     return [item for *_, item in sorted(ranked, key=lambda row: row[:3])]
+
+
+def _of_any_pass(case: str) -> str:
+    """A case's id without its pass: one reference serves them all, if they come together."""
+    return "/".join(part for part in case.split("/") if part not in set(Direction))
 
 
 def stage_of(item: pytest.Item) -> str | None:

@@ -30,18 +30,20 @@ def typical_cases(session: "Session", mask: str) -> Iterator[Case]:
 def timed_cases(session: "Session", mask: str) -> Iterator[Case]:
     """The cases of a mask that are timed: every asked-for length, head count, head dimension and dtype, in every pass."""
     options, device = session.options, session.machine.device
+    # The backward first: its reference serves the forward, and not the other way round.
+    passes = sorted(map(Direction, options.chosen("passes", device)), key=lambda direction: not direction.needs_backward)
     for seqlen in sorted(options.chosen("seqlens", device)):  # short before long, whatever the order asked for
         for heads_q, heads_kv in options.chosen("heads", device):
             for value in session.catalogue.mask(mask).timed(seqlen, _shape(session, heads_q, heads_kv)):
                 for head_dim in options.chosen("head_dims", device):
-                    for direction in options.chosen("passes", device):
+                    for direction in passes:
                         yield Case(
                             mask=value,
                             heads_q=heads_q,
                             heads_kv=heads_kv,
                             head_dim=head_dim,
                             dtype=options.chosen("dtypes", device)[0],
-                            direction=Direction(direction),
+                            direction=direction,
                             seed=options.seed,
                         )
 

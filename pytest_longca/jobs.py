@@ -12,6 +12,7 @@ from pytest_longca.catalogue import Catalogue
 from pytest_longca.errors import DidNotRun, LongcaError
 from pytest_longca.machine import CPU, Machine
 from pytest_longca.outcome import Crashed, Wrong
+from pytest_longca.spent import TIME, taken
 
 if TYPE_CHECKING:
     from pytest_longca.case import Case
@@ -52,12 +53,14 @@ class Workshop:
         `spent` says that the device is of no use to this process any more: an illegal access shows up at whatever touches the device
         next, so an error that comes with it is the case's outcome and no fault of what raised it.
         """
+        taken()
         try:
             answer = JOBS[request["op"]](self, request)
         except Exception as error:
             if self._machine is None or is_usable(self._machine):
                 raise
             answer = _lost(error)
+        answer = {**answer, TIME: taken()}
         return answer if self._machine is None or is_usable(self._machine) else {**answer, "spent": True}
 
 

@@ -217,8 +217,9 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.stash.get(SESSION_KEY, None) and (line := session_of(config).warming):
-        terminalreporter.write_line(f"longca: {line}")
+    if SESSION_KEY in config.stash:
+        for line in session_of(config).times():
+            terminalreporter.write_line(f"longca: {line}")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -3,6 +3,7 @@
 The scores of one row tile exist at a time, so memory is O(seqlen). Where nothing is visible, out is 0, lse -inf, gradients 0.
 """
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from pytest_longca.arithmetic import Arithmetic, Exact, Split
 from pytest_longca.backward import Backward
-from pytest_longca.case import Case
+from pytest_longca.case import Case, Direction
 from pytest_longca.forward import Forward
 from pytest_longca.inputs import Inputs
 from pytest_longca.limits import Bound, rounding_of
 from pytest_longca.operands import Operands
+from pytest_longca.spent import REFERENCE, spending
 from pytest_longca.sweep import SMALL_CELLS
 
 MAX_SPLIT_LOGIT = 1e-5 * 2**24
@@ -26,7 +28,10 @@ COMPILED_AREA = 2**36
 """From so many visible pairs on (64K tokens of 64 causal heads) fusing the elementwise steps is worth compiling them."""
 
 CACHED_BYTES = 4 * 2**30
-"""What references that are kept may take together, on whatever machine; the newest is kept whatever its size."""
+"""What references that are kept may take together, on whatever machine."""
+
+LEAST_KEPT = 2
+"""So many of the newest are kept whatever their size: each kernel that is timed is verified before, and after it on other inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,9 @@ class _Cache:
         self._kept: OrderedDict[Hashable, Reference] = OrderedDict()
         self._bytes = 0
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
     def pop(self, key: Hashable) -> Reference | None:
         reference = self._kept.pop(key, None)
         self._bytes -= reference.num_bytes if reference else 0
@@ -106,7 +114,7 @@ class _Cache:
     def put(self, key: Hashable, reference: Reference) -> None:
         self._kept[key] = reference
         self._bytes += reference.num_bytes
-        while self._bytes > CACHED_BYTES and len(self._kept) > 1:
+        while self._bytes > CACHED_BYTES and len(self._kept) > LEAST_KEPT:
             self._bytes -= self._kept.popitem(last=False)[1].num_bytes
 
     def clear(self) -> None:
@@ -118,15 +126,28 @@ _cache = _Cache()
 
 
 def cached_reference(case: Case, inputs: Inputs, device: torch.device | str = "cpu") -> Reference:
-    """The reference of a case on its own inputs (those of its seed), computed once for all kernels; old ones are freed."""
-    return kept((case, str(device)), lambda: compute(case, inputs))
+    """The reference of a case on its own inputs (those of its seed), computed once for all kernels; old ones are freed.
+
+    One with gradients serves the forward alone too.
+    """
+    both = dataclasses.replace(case, direction=Direction.FWD_BWD)
+    wanted = both if case.direction.needs_backward or (both, str(device)) in _cache else case
+    return kept((wanted, str(device)), lambda: compute(wanted, inputs))
 
 
 def kept(key: Hashable, make: Callable[[], Reference]) -> Reference:
     """The reference that is known under a key, made at the first time."""
-    reference = _cache.pop(key) or make()
+    reference = _cache.pop(key) or _made(make)
     _cache.put(key, reference)
     return reference
+
+
+def _made(make: Callable[[], Reference]) -> Reference:
+    with spending(REFERENCE):
+        reference = make()
+        if reference.out.is_cuda:
+            torch.cuda.synchronize()
+        return reference
 
 
 def forget_references() -> None:

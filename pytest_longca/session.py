@@ -2,6 +2,7 @@
 
 import functools
 import os
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from pytest_longca.machine import Machine
 from pytest_longca.options import Options, select
 from pytest_longca.outcome import NotInstalled, Outcome, TimedOut, Unsupported
 from pytest_longca.sources import Source, catalogue_of, mechanisms_of, sources_of
+from pytest_longca.spent import KERNELS, TIME, add, shares
 from pytest_longca.workers import START_TIMEOUT_S, Executor, InProcess, Worker
 
 if TYPE_CHECKING:
@@ -47,6 +49,10 @@ class Session:
         self._verified: dict[tuple[str, str], Outcome] = {}
         self.warming = ""
         """What was compiled ahead, and how long it took; empty where nothing is."""
+        self.spent: dict[str, float] = {}
+        """Seconds that workers spent on kernels and on the reference."""
+        self.began: float | None = None
+        """When the first item began, on the monotonic clock."""
         self.budget = Budget(options.budget) if options.budget else None
 
     @functools.cached_property
@@ -148,7 +154,7 @@ class Session:
     def machine(self) -> Machine:
         """The machine as a worker sees it; this process never initialises CUDA."""
         fields = self.executor("").call({"op": "machine"}, START_TIMEOUT_S)
-        capability = fields.pop("capability")
+        capability, _ = fields.pop("capability"), fields.pop(TIME)
         return Machine(capability=tuple(capability) if capability else None, **fields)
 
     def executor(self, kernel: str) -> Executor:
@@ -172,6 +178,16 @@ class Session:
 
     def call(self, kernel: str, request: dict[str, Any]) -> dict[str, Any]:
         """A worker's answer. Raises DidNotRun(Crashed | TimedOut), and NotVerified where the session's budget ended first."""
+        began = time.monotonic()
+        try:
+            answer = self._answer(kernel, request)
+        except DidNotRun:  # what died or hung was the kernel
+            add(self.spent, {KERNELS: time.monotonic() - began})
+            raise
+        add(self.spent, answer.pop(TIME))
+        return answer
+
+    def _answer(self, kernel: str, request: dict[str, Any]) -> dict[str, Any]:
         budget = self.budget
         if budget is None:
             return self.executor(kernel).call(request, self.options.timeout)
@@ -233,6 +249,11 @@ class Session:
         if world not in self._pools:
             self._pools[world] = OwnRanks() if launched_size() else Pool(world, self.machine.device)
         return self._pools[world]
+
+    def times(self) -> list[str]:
+        """Where the time went, for the end of a run: what was compiled ahead, and the items' time."""
+        lines = [self.warming] if self.warming else []
+        return [*lines, shares(self.spent, time.monotonic() - self.began)] if self.spent and self.began else lines
 
     def close(self) -> None:
         """End all workers and ranks."""

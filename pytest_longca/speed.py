@@ -1,6 +1,7 @@
 """What the suite's timing test does: verify, time, verify again, record; no speed of a kernel that was not verified."""
 
 import statistics
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from pytest_longca.replay import decline, replay
 from pytest_longca.report.figures import SHARED
 from pytest_longca.report.record import Record, shape_of
 from pytest_longca.report.verdict import Limits
+from pytest_longca.spent import TIME
 
 if TYPE_CHECKING:
     from pytest_longca.case import Case
@@ -29,6 +31,7 @@ def run_timing(item: pytest.Item, session: "Session", benchmark: Any, kernel: st
     if failure := failure_of(item, kernel, case.mask.name):
         kind, _, _ = str(failure).partition(":")
         _leave_untimed(item, session, benchmark, kernel, case, NotVerified(f"not timed: verification failed on the mask ({kind})"))
+    began, before = time.monotonic(), dict(session.spent)
     verification, findings = session.verify(kernel, case, ("truth",)), Findings()
     findings.add(case, verification)
     if not isinstance(verification.outcome, Passed) or _is_disabled(item.config):
@@ -37,7 +40,10 @@ def run_timing(item: pytest.Item, session: "Session", benchmark: Any, kernel: st
         return
     anchor, why_not = _anchor(session, kernel, case)
     answer = _timed(item, session, benchmark, kernel, case, anchor)
-    record = _record(session, kernel, case, findings, answer, _anchor_facts(anchor, why_not or answer["no_anchor"], answer["timing"]))
+    facts = _anchor_facts(anchor, why_not or answer["no_anchor"], answer["timing"])
+    spent = {what: seconds - before.get(what, 0.0) for what, seconds in session.spent.items()}
+    facts |= {TIME: spent | {"all": time.monotonic() - began}}
+    record = _record(session, kernel, case, findings, answer, facts)
     keep(item, record)
     assert record.samples_ms
     benchmark.group = f"{case.mask.name} {case.direction}"
@@ -100,9 +106,7 @@ def _effort(session: "Session") -> dict[str, Any]:
     return {"min_samples": max(preset.min_samples, least), "sampling_s": preset.sampling_s}
 
 
-def _record(
-    session: "Session", kernel: str, case: "Case", findings: Findings, answer: dict[str, Any], anchor_facts: dict[str, Any]
-) -> Record:
+def _record(session: "Session", kernel: str, case: "Case", findings: Findings, answer: dict[str, Any], facts: dict[str, Any]) -> Record:
     timing = answer["timing"]
     return Record(
         stage="timing",
@@ -125,7 +129,7 @@ def _record(
         device=session.machine.name,
         device_kernels=answer["device_kernels"],
         compiled_form=timing["facts"].get("compiled_form"),
-        facts=timing["facts"] | _circumstances(session, answer) | anchor_facts,
+        facts=timing["facts"] | _circumstances(session, answer) | facts,
         clocks=timing["clocks"],
         peaks=session.peaks,
         versions=versions(session.catalogue.kernel(kernel)) | answer["versions"],

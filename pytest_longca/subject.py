@@ -20,6 +20,7 @@ from pytest_longca.kernel import SUMS_IN_DTYPE, Call, Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.outcome import Crashed, Outcome, OutOfMemory
 from pytest_longca.reference import Reference, cached_reference
+from pytest_longca.spent import KERNELS, spending
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 GRADIENTS = ("dq", "dk", "dv")
@@ -106,7 +107,7 @@ class Subject:
 
     def run(self, case: Case, inputs: Inputs) -> Result:
         """Bind, forward and, where the case has one, backward. Raises DidNotRun or Malformed, nothing else."""
-        with kernel_errors(self.kernel.name):
+        with spending(KERNELS), kernel_errors(self.kernel.name):
             call = self.kernel.bind(case, inputs)
             out, lse = finish_forward(case, call)
             dq, dk, dv = finish_backward(case, call, inputs.do) if case.direction.needs_backward else (None, None, None)
@@ -118,7 +119,7 @@ class Subject:
     def run_twice(self) -> Result:
         """What the case's own call gives when all of it ran before, the backward twice after one forward. Raises as `run` does."""
         case, inputs = self.case, self.inputs
-        with kernel_errors(self.kernel.name):
+        with spending(KERNELS), kernel_errors(self.kernel.name):
             call = self.kernel.bind(case, inputs)
             for backwards in (1, 2):
                 out, lse = finish_forward(case, call)

@@ -22,6 +22,7 @@ from pytest_longca.inputs import Inputs, make_inputs
 from pytest_longca.kernel import Call, Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.outcome import OutOfMemory
+from pytest_longca.spent import KERNELS, spend, spending
 from pytest_longca.telemetry import State, Telemetry
 
 PROTOCOL = "events around single calls, queue filled ahead, cold L2"
@@ -108,7 +109,7 @@ def time_case(
     from pytest_longca.subject import kernel_errors
 
     inputs, clock = make_inputs(case, machine.device), CLOCKS[machine.device]()
-    with kernel_errors(kernel.name):
+    with spending(KERNELS), kernel_errors(kernel.name):
         first_ms, _ = clock.wall(lambda: _once(kernel.bind(case, inputs), inputs.do, case.direction))
         peak, (again_ms, _) = clock.peak(lambda: clock.wall(lambda: _once(kernel.bind(case, inputs), inputs.do, case.direction)))
         _check_memory(inputs, peak, limit_bytes)
@@ -121,6 +122,7 @@ def time_case(
         call_ms = max(clock.wall(step)[0] for step in steps)
         launches_ms = [min(clock.launch(step) for _ in range(3)) for step in steps]
         samples = interleave(clock, steps, effort, call_ms, max(launches_ms))
+    spend(KERNELS, sum(map(sum, samples.of_steps)) / 1e3)
     return Timing(
         samples.of_steps[0],
         plan_ms,

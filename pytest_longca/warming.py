@@ -49,9 +49,8 @@ class Run:
 def warm(session: "Session", items: "Sequence[pytest.Item]", reporter: Any) -> None:
     """Run ahead what the items will compile; `session.warming` says how it went. Several xdist workers compile side by side as it is."""
     options, started = session.options, time.monotonic()
-    if options.compile_workers == 0 or options.isolate == "off" or session.num_sharing > 1:
-        return
-    if runs := runs_of(session, items):
+    is_off = options.compile_workers == 0 or options.isolate == "off" or session.num_sharing > 1
+    if runs := [] if is_off else runs_of(session, items):
         num, told = num_processes(options.compile_workers, runs, session.machine), started
         for done in run_all(runs, session.sources, num, options.timeout):
             now = time.monotonic()
@@ -59,8 +58,9 @@ def warm(session: "Session", items: "Sequence[pytest.Item]", reporter: Any) -> N
             if reporter and (done == len(runs) or now - told > TOLD_EVERY_S):
                 told = now
                 reporter.write_line(session.warming)
+    session.began = time.monotonic()
     if session.budget:
-        session.budget.add(time.monotonic() - started)
+        session.budget.add(session.began - started)
 
 
 def runs_of(session: "Session", items: "Sequence[pytest.Item]") -> list[Run]:

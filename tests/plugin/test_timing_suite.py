@@ -30,8 +30,12 @@ def records() -> list[dict[str, Any]]:
 
 
 def test_a_record_holds_samples_figures_and_the_commands_and_benchmark_gets_the_same_times(timed: Run) -> None:
-    timed("--longca-kernels=naive", "--benchmark-json=bench.json").assert_outcomes(passed=1)
+    result = timed("--longca-kernels=naive", "--benchmark-json=bench.json")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["longca: time: * s; kernels * %, reference * %, the harness itself * %"])
     (record,) = records()
+    took = record["facts"]["time_s"]
+    assert took.keys() == {"kernels", "reference", "all"} and 0 < took["kernels"] + took["reference"] < took["all"]
     assert len(record["samples_ms"]) >= 10
     assert (record["area"], record["flop"]) == (2 * 32 * 33 // 2, 2 * 2 * 32 * 33 // 2 * 64)
     assert record["command"].startswith("pytest ") and "--longca-kernels=naive" in record["command"]
@@ -129,5 +133,5 @@ def test_a_budget_orders_items_and_processes_name_theirs(run: Run) -> None:
     result = run(*WHERE, "--longca-kernels=naive,sdpa", "--longca-processes=2", "--longca-budget=9m", "--collect-only", "-q")
     shown = [line.split("[")[1].rstrip("]") for line in result.outlines if "test_timing" in line]
     case = "causal(seqlen_q=32,seqlen_kv=32)/b1/h2:1/d32/fp32/{}/s0"
-    one = [f"{kernel}-{case.format(direction)}" for direction in ("fwd", "bwd") for kernel in ("naive", "sdpa")]
+    one = [f"{kernel}-{case.format(direction)}" for direction in ("bwd", "fwd") for kernel in ("naive", "sdpa")]
     assert shown == [*one, *(f"{name}-p2" for name in one)]

@@ -57,6 +57,12 @@ def test_timings_go_round_masks_and_kernels_before_any_cell_has_its_second_case(
     assert shown == [*first, *((kernel, case.replace("1", "2")) for kernel, case in first)]
 
 
+def test_all_passes_of_a_case_come_together_so_that_they_share_its_reference() -> None:
+    cases = [timing("a", f"{mask}(s{n})/fp32/{way}/s0") for mask in ("full", "causal") for n in (1, 2) for way in ("bwd", "fwd")]
+    shown = [one.callspec.params["longca_case_id"] for one in arrange(cases)]
+    assert shown == [f"{mask}(s{n})/fp32/{way}/s0" for n in (1, 2) for mask in ("full", "causal") for way in ("bwd", "fwd")]
+
+
 def test_probes_come_first_then_timings_process_by_process_then_examples_and_strangers() -> None:
     probes, examples = item("test_probes", mask="full"), item("test_examples", mask="full")
     stranger = SimpleNamespace(originalname="test_timing", nodeid="mine/test_x.py")

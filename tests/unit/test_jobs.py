@@ -10,6 +10,7 @@ from pytest_longca.catalogue import Catalogue
 from pytest_longca.jobs import JOBS, Workshop
 from pytest_longca.machine import CPU
 from pytest_longca.outcome import outcome_from_json
+from pytest_longca.reference import forget_references
 
 
 def broken(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
@@ -32,8 +33,8 @@ def perform(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 
 
 def test_a_device_that_does_not_answer_any_more_ends_the_process_after_the_answer(perform: Callable[..., dict[str, Any]]) -> None:
-    assert perform("answer", is_usable=True) == {"x": 1}
-    assert perform("answer", is_usable=False) == {"x": 1, "spent": True}
+    assert perform("answer", is_usable=True) == {"x": 1, "time_s": {}}
+    assert perform("answer", is_usable=False) == {"x": 1, "time_s": {}, "spent": True}
 
 
 def test_an_error_that_comes_with_a_lost_device_is_the_cases_crash(perform: Callable[..., dict[str, Any]]) -> None:
@@ -41,6 +42,15 @@ def test_an_error_that_comes_with_a_lost_device_is_the_cases_crash(perform: Call
     reason = str(outcome_from_json(answer["outcome"]))
     assert reason == "crashed: the device does not answer after it: RuntimeError: an illegal memory access"
     assert answer["spent"] is True
+
+
+def test_an_answer_says_how_long_its_kernels_and_references_took_and_no_earlier_ones() -> None:
+    shop = Workshop(Catalogue())
+    request = {"op": "verify", "kernel": "naive", "case": "full(seqlen_q=8,seqlen_kv=8)/b1/h1:1/d8/fp32/fwd/s0", "checks": ["truth"]}
+    forget_references()
+    first, again = (shop.perform(dict(request))["time_s"] for _ in range(2))
+    assert first["kernels"] > 0 and first["reference"] > 0
+    assert again["kernels"] > 0 and "reference" not in again
 
 
 def test_any_other_error_is_raised(perform: Callable[..., dict[str, Any]]) -> None:

@@ -200,11 +200,25 @@ def test_losing_the_low_halves_is_seen() -> None:
 
 def test_references_are_kept_for_the_next_kernel_and_freed_beyond_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_references()
-    first, second = (Case(mask=Full(8, 8), head_dim=8, seed=seed) for seed in (1, 2))
+    first, second, third = (Case(mask=Full(8, 8), head_dim=8, seed=seed) for seed in (1, 2, 3))
     one = cached_reference(first, make_inputs(first))
     assert cached_reference(first, make_inputs(first)) is one
-    monkeypatch.setattr("pytest_longca.reference.CACHED_BYTES", one.num_bytes)
+    monkeypatch.setattr("pytest_longca.reference.CACHED_BYTES", one.num_bytes - 1)
     two = cached_reference(second, make_inputs(second))
-    assert cached_reference(second, make_inputs(second)) is two
+    for _ in range(3):  # before and after each kernel's timing
+        assert cached_reference(first, make_inputs(first)) is one
+        assert cached_reference(second, make_inputs(second)) is two
+    cached_reference(third, make_inputs(third))
     assert cached_reference(first, make_inputs(first)) is not one
+    forget_references()
+
+
+def test_a_reference_with_gradients_serves_every_pass_and_one_without_serves_the_forward() -> None:
+    forget_references()
+    forward, backward, both = (Case(mask=Full(8, 8), head_dim=8, direction=direction) for direction in Direction)
+    assert cached_reference(forward, make_inputs(forward)).dq is None
+    one = cached_reference(backward, make_inputs(backward))
+    assert one.dq is not None
+    assert cached_reference(both, make_inputs(both)) is one
+    assert cached_reference(forward, make_inputs(forward)) is one
     forget_references()
