@@ -50,10 +50,10 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
         Tile(64, 64, 4, 2), Tile(64, 64, 4, 3),
     ),
     "dq": (
-        Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 64, 8, 4), Tile(128, 128, 8, 2), Tile(128, 128, 8, 1), Tile(64, 64, 4, 2),
+        Tile(64, 64, 4, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 64, 8, 4), Tile(128, 128, 8, 2), Tile(128, 128, 8, 1),
     ),
     "dkdv": (
-        Tile(128, 64, 8, 2), Tile(128, 64, 8, 2, early=True), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, early=True),
+        Tile(64, 64, 4, 2, early=True), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(128, 64, 8, 2, early=True), Tile(128, 64, 8, 3),
         Tile(128, 32, 8, 2, early=True),
     ),
 }  # fmt: skip

@@ -13,8 +13,9 @@ from pytest_longca import catalogue
 from pytest_longca.case import Case, Direction, Layout, Values
 from pytest_longca.errors import DidNotRun
 from pytest_longca.inputs import Inputs, make_inputs
-from pytest_longca.kernels.flashmask import FlashMask, choose_launch, plan_case
+from pytest_longca.kernels.flashmask import HOPPER, IEEE, PORTABLE, FlashMask, choose_launch, plan_case
 from pytest_longca.kernels.flashmask_forward import place
+from pytest_longca.kernels.flashmask_plan import Launch
 from pytest_longca.machine import CPU, H200, Machine
 from pytest_longca.mask import Mask, PredicateMask
 from pytest_longca.masks.document import CausalDocument, FullDocument, SharedQuestion
@@ -212,6 +213,26 @@ def test_key_blocks_split_over_their_query_heads_sum_to_the_same_gradients():
     launch = dataclasses.replace(choose_launch(16, torch.float32, torch.device("cpu")), processors=500)
     plan = plan_case(case, launch, torch.device("cpu"))
     assert plan.dkdv is not None and plan.dkdv.slots > 0
+    out, lse = attention_forward(x.q, x.k, x.v, plan, case.scale, launch)
+    dq, dk, dv = attention_backward(x.do, x.q, x.k, x.v, out, lse, plan, case.scale, launch)
+    got = {"lse": lse.double()} | {n: heads_first(t) for n, t in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv))}
+    assert max(worst(case, x, got).values()) <= 1.0
+
+
+@pytest.mark.parametrize("table", [HOPPER, PORTABLE, IEEE], ids=["hopper", "portable", "ieee"])
+def test_the_tiles_of_every_class_of_head_dims_can_be_launched_together(table):
+    assert [Launch(*tiles).dq.block % tiles[2].step for tiles in table.values()] == [0, 0, 0]
+
+
+@interpreted
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(16, 16), (16, 24)])
+@pytest.mark.parametrize("name", ["causal_document", "global_sliding_window"])
+def test_the_tiles_of_hopper_are_right_on_lengths_that_fill_none(name, head_dim, head_dim_v):
+    from pytest_longca.kernels.flashmask_attention import attention_backward, attention_forward
+
+    case = Case(mask=sampled(name, 150), heads_q=2, heads_kv=1, head_dim=head_dim, head_dim_v=head_dim_v)
+    x, launch = make_inputs(case), Launch(*HOPPER[128], processors=4)
+    plan = plan_case(case, launch, torch.device("cpu"))
     out, lse = attention_forward(x.q, x.k, x.v, plan, case.scale, launch)
     dq, dk, dv = attention_backward(x.do, x.q, x.k, x.v, out, lse, plan, case.scale, launch)
     got = {"lse": lse.double()} | {n: heads_first(t) for n, t in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv))}
