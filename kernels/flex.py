@@ -5,11 +5,13 @@ On the CPU it runs eagerly, on the whole score matrix, forward only: that judges
 Layout: BSHD, transposed to BHSD without a copy. Dtypes: fp32, bf16, fp16 (fp64 on the CPU). Head dims: from 16 when compiled.
 GQA: yes. Directions: forward and backward (CPU: forward). lse: yes, differentiable. Architectures: sm80 and later.
 Determinism: forward; the backward of a GPU accumulates in a fixed order too, but makes no promise.
-Compiled with dynamic=False, freshly for each case: a second shape would be compiled with dynamic sizes, which costs up to half the speed,
+Compiled with dynamic=False, freshly for each shape: a second shape would be compiled with dynamic sizes, which costs up to half the speed,
 and after eight shapes dynamo would run eagerly without a word; that is an error here.
 """
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch.nn.attention.flex_attention as flex
 from torch import Tensor
 
 from pytest_longca.backend import BackendCall
-from pytest_longca.case import Case
+from pytest_longca.case import Case, Values
 from pytest_longca.inputs import Inputs
 from pytest_longca.kernel import Capabilities, Kernel
 from pytest_longca.kernels.naive import too_long_for_scores
@@ -52,7 +54,7 @@ class Flex(Kernel):
             "enable_gqa": case.group > 1,
             "return_aux": flex.AuxRequest(lse=True),
         }
-        run, form = (_eager, "eager") if inputs.q.device.type == "cpu" else (_compiled(), "inductor, dynamic=False")
+        run, form = (_eager, "eager") if inputs.q.device.type == "cpu" else (_compiled(case), "inductor, dynamic=False")
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             out, extra = run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
@@ -100,11 +102,12 @@ def uncompiled() -> Iterator[None]:
         flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
 
 
-def _compiled() -> Callable[..., Any]:
-    """flex_attention, to be compiled at the first call after dropping what earlier cases compiled: one shape, one graph."""
-    torch._dynamo.reset()
-    compiled: Callable[..., Any] = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
-    is_first = True
+def _compiled(case: Case) -> Callable[..., Any]:
+    """flex_attention for a case, to be compiled at the first call.
+
+    A case that differs from the last one in seed and values alone uses the same graph: its mask is another closure of the same code.
+    """
+    compiled, is_first = _compiled_for(dataclasses.replace(case, seed=0, values=Values.NORMAL)), True
 
     def run(*operands: Tensor, **options: Any) -> Any:
         nonlocal is_first
@@ -115,6 +118,14 @@ def _compiled() -> Callable[..., Any]:
             return compiled(*operands, **options)
 
     return run
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_for(case: Case) -> Callable[..., Any]:
+    """One shape, one graph: what other cases compiled is dropped."""
+    torch._dynamo.reset()
+    compiled: Callable[..., Any] = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
+    return compiled
 
 
 @contextlib.contextmanager

@@ -37,6 +37,8 @@ FEW_QUERIES = 16
 LONG_EDGES = tuple(tile + step for tile in (256, 384, 512, 1024) for step in (-1, 0, 1))
 COMPILED_LENGTHS = (17, 64, 129)
 """The lengths of a kernel that compiles for each shape, on a GPU: a compile takes seconds."""
+COMPILED_CASES = 6
+"""How many cases such a kernel has on a mask; its examples differ in values and seed beyond them."""
 GROUPS = (1, 2, 3, 7, 4, 8)
 HEADS_KV = (1, 2, 3, 4)
 HEAD_DIMS = (16, 24, 32, 40, 56, 64, 72, 96, 128, 192, 256)
@@ -148,6 +150,19 @@ def _cases(draw: DrawFn, classes: list[MaskClass], pools: _Pools) -> Case:
 def _draw_case(rng: Random, classes: list[MaskClass], pools: _Pools) -> Case:
     """A case from random numbers, which Hypothesis draws and shrinks towards 0: to the first of each pool, and few tokens."""
     cls = rng.choice(classes)
+    if pools.is_compiled:
+        case = _compiled_case(rng.randrange(COMPILED_CASES), cls, pools)
+        return _supported(replace(case, values=rng.choice(pools.values), seed=rng.randint(0, 2**16)), pools.kernel, pools.machine)
+    return _supported(_any_case(rng, cls, pools), pools.kernel, pools.machine)
+
+
+def _compiled_case(number: int, cls: MaskClass, pools: _Pools) -> Case:
+    """One of the few cases of a mask that are compiled, always the same."""
+    return _any_case(Random(f"{cls.name}:{number}"), cls, pools)
+
+
+def _any_case(rng: Random, cls: MaskClass, pools: _Pools) -> Case:
+    """A case of a mask, whether the kernel supports it or not."""
     is_long = pools.has_long and rng.randrange(ONE_IS_LONG) == ONE_IS_LONG - 1
     group, heads_kv = rng.choice(pools.groups[:2] if is_long else pools.groups), rng.choice(pools.heads_kv)
     batch = rng.randint(1, pools.batches)
@@ -161,7 +176,7 @@ def _draw_case(rng: Random, classes: list[MaskClass], pools: _Pools) -> Case:
     if mask.heads > 1:
         heads_kv, group = split_heads(mask.heads, group)
     head_dim = rng.choice(pools.head_dims)
-    case = Case(
+    return Case(
         mask=mask,
         batch=mask.batch if mask.batch > 1 else batch,
         heads_q=heads_kv * group,
@@ -175,7 +190,6 @@ def _draw_case(rng: Random, classes: list[MaskClass], pools: _Pools) -> Case:
         layouts=(*(rng.choice(pools.layouts) for _ in range(3)), rng.choice(pools.layouts_do)),  # type: ignore[arg-type]  # four of them
         seed=rng.randint(0, 2**16),
     )
-    return _supported(case, pools.kernel, pools.machine)
 
 
 def _sample(rng: Random, cls: MaskClass, pools: _Pools, *sizes: int) -> Mask:

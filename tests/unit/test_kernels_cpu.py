@@ -1,19 +1,24 @@
 """naive, sdpa and flex on the CPU against the reference, row by row within what rounding may cost."""
 
+import dataclasses
+import functools
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_longca.case import Case, Direction, Layout
+from pytest_longca.case import Case, Direction, Layout, Values
 from pytest_longca.catalogue import KERNELS, MASKS, load
 from pytest_longca.inputs import make_inputs
 from pytest_longca.judge import Result, judge
 from pytest_longca.kernel import SUMS_IN_DTYPE, Kernel
+from pytest_longca.kernels import flex
 from pytest_longca.machine import CPU
 from pytest_longca.mask import PredicateMask
+from pytest_longca.masks.document import CausalDocument
 from pytest_longca.masks.regular import Causal, CausalSlidingWindow, Full
 from pytest_longca.reference import compute
 
@@ -163,23 +168,26 @@ def test_sdpa_pins_math_where_the_cpu_flash_does_not_go() -> None:
 
 
 def test_flex_leaves_torch_as_it_found_it() -> None:
-    import torch.nn.attention.flex_attention as flex
+    import torch.nn.attention.flex_attention as flex_attention
 
     def broken(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
         return kv_idx <= q_idx
 
-    before = flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    before = flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
     case = Case(mask=PredicateMask(broken, 8, 8), head_dim=16, direction=Direction.FWD)
     call = kernel_named("flex").bind(case, make_inputs(case))
     call.forward()
-    assert flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG is before
+    assert flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG is before
     assert call.facts["compiled_form"] == "eager"
+
+
+def forget_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this test compiles, no other one sees."""
+    monkeypatch.setattr(flex, "_compiled_for", functools.lru_cache(maxsize=1)(flex._compiled_for.__wrapped__))
 
 
 def test_compiled_flex_is_compiled_freshly_for_static_shapes_and_never_falls_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """The form for a GPU, over a compiler that only reports what it was asked for."""
-    from pytest_longca.kernels import flex
-
     seen: list[object] = []
 
     def compiler(function: object, **options: object) -> object:
@@ -192,7 +200,27 @@ def test_compiled_flex_is_compiled_freshly_for_static_shapes_and_never_falls_to_
 
     monkeypatch.setattr(torch, "compile", compiler)
     monkeypatch.setattr(torch._dynamo, "reset", lambda: seen.append("reset"))
+    forget_graphs(monkeypatch)
     strict = (torch._dynamo.config.fail_on_recompile_limit_hit, torch._functorch.config.donated_buffer)
-    run = flex._compiled()
+    run = flex._compiled(Case(mask=Full(8, 8)))
     assert (run(), run()) == ("compiled", "compiled")
     assert seen == ["reset", {"dynamic": False, "fullgraph": True}, (True, False), strict]
+
+
+def test_flex_compiles_once_for_cases_that_differ_in_seed_and_values_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, compile_with = list[torch.fx.GraphModule](), torch.compile
+
+    def kept(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    forget_graphs(monkeypatch)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_with(function, backend=kept, **options))
+    case = Case(mask=CausalDocument((9, 8)), head_dim=32)
+    alike = dataclasses.replace(case, seed=3, values=Values.PEAKED)
+    for one, num_graphs in ((case, 1), (alike, 1), (dataclasses.replace(case, head_dim=64, head_dim_v=64), 2)):
+        inputs = make_inputs(one)
+        q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
+        for run in (flex._compiled(one), flex._compiled(one)):
+            run(q, k, v, block_mask=one.mask.block_mask("cpu"), scale=one.scale)
+        assert len(graphs) == num_graphs

@@ -15,6 +15,7 @@ from pytest_longca.kernels.naive import Naive
 from pytest_longca.machine import CPU, H200, Machine
 from pytest_longca.mask import Form
 from pytest_longca.strategies import (
+    COMPILED_CASES,
     COMPILED_LENGTHS,
     INTERPRETED_SCORES,
     LONG_SCORES,
@@ -24,6 +25,7 @@ from pytest_longca.strategies import (
     cases,
     probe_cases,
 )
+from pytest_longca.warming import compiled_alike
 
 MANY = settings(max_examples=150, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -143,7 +145,9 @@ def test_a_kernel_that_compiles_for_each_shape_gets_few_lengths_on_a_gpu() -> No
     class Compiled(Naive):
         compiles_per_shape = True
 
-    assert {case.seqlen_q for case in drawn(cases(["causal"], Compiled(), H200), 60)} <= set(COMPILED_LENGTHS)
+    examples = drawn(cases(["causal"], Compiled(), H200), 60)
+    assert {case.seqlen_q for case in examples} <= set(COMPILED_LENGTHS)
+    assert 3 <= len({compiled_alike(case) for case in examples}) <= COMPILED_CASES < len(set(examples))
     assert len({case.seqlen_q for case in drawn(cases(["causal"], Compiled(), CPU), 60)}) > 10
     assert {case.seqlen_q for case in probe_cases("causal", Compiled(), H200)} <= set(COMPILED_LENGTHS)
 
