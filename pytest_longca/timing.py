@@ -41,7 +41,8 @@ Step = Callable[[], object]
 class Effort:
     """When to stop sampling: enough samples and the median known to `confidence` (relative half-width), or the budget spent.
 
-    Calls so long that `min_samples` of them would exceed `patience_s` get fewer, at least `fewest`.
+    Calls so long that `min_samples` of them would exceed `patience_s` get fewer, at least `fewest`. Before all, `warm_up_s` of calls are
+    thrown away: a GPU that was idle runs faster than its power allows for long.
     """
 
     min_samples: int = 30
@@ -50,6 +51,7 @@ class Effort:
     confidence: float = 0.005
     patience_s: float = 30.0
     fewest: int = 5
+    warm_up_s: float = 0.1
 
     def is_enough(self, samples: Sequence[float], spent_s: float) -> bool:
         num = len(samples)
@@ -176,6 +178,9 @@ class Clock(Protocol):
     def chunk(self, steps: Sequence[Step], launch_ms: float) -> list[float]:
         """The time of each call in milliseconds, one after another."""
 
+    def warm_up(self, steps: Sequence[Step], launch_ms: float, seconds: float) -> None:
+        """Chunks that nobody reads, for about so long, where the device's speed depends on what it did just before."""
+
     def state(self) -> State:
         """The device's clocks, power and temperature now, and whether it holds itself back."""
 
@@ -194,8 +199,9 @@ def interleave(
     A chunk after which the device says that it is throttled is thrown away and taken again, a few times.
     """
     order = turns(len(steps), max(1, min(CHUNK, int(CHUNK_MS / max(call_ms, 1e-3) / len(steps)))))
-    found, states, started = Samples([[] for _ in steps]), list[State](), now()
     gc.collect()
+    clock.warm_up([steps[i] for i in order], launch_ms, effort.warm_up_s)
+    found, states, started = Samples([[] for _ in steps]), list[State](), now()
     while not all(effort.is_enough(samples, now() - started) for samples in found.of_steps):
         taken = clock.chunk([steps[i] for i in order], launch_ms)
         state = clock.state()
@@ -233,6 +239,9 @@ class HostClock:
 
     def chunk(self, steps: Sequence[Step], launch_ms: float) -> list[float]:
         return [self.wall(step)[0] for step in steps]
+
+    def warm_up(self, steps: Sequence[Step], launch_ms: float, seconds: float) -> None:
+        pass
 
     def state(self) -> State:
         return State()
@@ -280,6 +289,11 @@ class DeviceClock:
             end.record()
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in pairs]
+
+    def warm_up(self, steps: Sequence[Step], launch_ms: float, seconds: float) -> None:
+        taken_ms = 0.0
+        while taken_ms < seconds * 1e3:
+            taken_ms += sum(self.chunk(steps, launch_ms))
 
     def peak(self, function: Callable[[], Any]) -> tuple[int | None, Any]:
         torch.cuda.synchronize()

@@ -22,7 +22,7 @@ from pytest_longca.masks.regular import Causal
 from pytest_longca.nominal import above_nominal
 from pytest_longca.outcome import OutOfMemory
 from pytest_longca.telemetry import State
-from pytest_longca.timing import CHUNK, MOST_RETAKES, Effort, HostClock, Samples, Step, interleave, time_case, turns
+from pytest_longca.timing import CHUNK, MOST_RETAKES, DeviceClock, Effort, HostClock, Samples, Step, interleave, time_case, turns
 
 COOL, HOT = State(sm_mhz=1980), State(sm_mhz=900, reasons=0x40)
 
@@ -185,3 +185,22 @@ def test_a_figure_above_the_nominal_peak_is_a_fault_and_one_below_it_is_none() -
     assert above_nominal(988 * 10**9, 1.0, "bf16", "NVIDIA H200") is None
     assert above_nominal(500 * 10**9, 1.0, "fp32", "NVIDIA H100 80GB HBM3") is not None
     assert above_nominal(10**15, 1.0, "bf16", "CPU") is None
+
+
+def test_a_device_is_warmed_up_before_the_first_sample_and_what_it_did_then_is_not_kept() -> None:
+    class Device(FakeClock):
+        """Slows down in its first 100 ms of work, as a GPU does that was idle."""
+
+        worked_ms = 0.0
+
+        def chunk(self, steps: Sequence[Step], launch_ms: float) -> list[float]:
+            taken = [1.0 if self.worked_ms < 100 else 1.04 for _ in steps]
+            self.worked_ms += sum(taken)
+            return taken
+
+        warm_up = DeviceClock.warm_up  # type: ignore[assignment]  # it needs a chunk and nothing else
+
+    clock = Device()
+    found = interleave(clock, [lambda: None], Effort(min_samples=30, max_samples=30), 1.0, 0.01, lambda: 0.0)
+    assert set(found.of_steps[0]) == {1.04}
+    assert clock.worked_ms == pytest.approx(100 + 30 * 1.04)
