@@ -55,8 +55,10 @@ LIMITS = Limits()
 LEAST_PROCESSES = 20
 NUM_COMPARISONS = 300
 BASELINE, LOOKS = LIMITS.processes, 2
-EFFORT = Effort(min_samples=LIMITS.samples, max_samples=LIMITS.samples, patience_s=10.0)
-TRIAL = Effort(min_samples=15, max_samples=15, patience_s=10.0)
+WARM_UP_S = 0.02
+"""Short, as one case follows another and the device is never idle."""
+EFFORT = Effort(min_samples=LIMITS.samples, max_samples=LIMITS.samples, patience_s=10.0, warm_up_s=WARM_UP_S)
+TRIAL = Effort(min_samples=15, max_samples=15, patience_s=10.0, warm_up_s=WARM_UP_S)
 UNITS_PER_MS = {"cuda": 1.8e6, "cpu": 1e6}
 """Units of planted work in a millisecond, about: cycles of the GPU's clock, or nanoseconds."""
 TOLERANCE = 0.005
