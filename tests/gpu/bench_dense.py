@@ -59,7 +59,7 @@ CHECK_SHARE = 0.45
 """How much of the time the verification may take."""
 TILE, TILE_LIMIT = 128, 0.05
 """Where only a shorter sequence was verified: how far the norm of 128 rows may be from FlexAttention's, relative. Rounding gives 0.01."""
-EFFORT = Effort(min_samples=10, max_samples=60, budget_s=0.4, patience_s=1.0)
+EFFORT = Effort(min_samples=10, max_samples=60, budget_s=0.4, patience_s=1.0, warm_up_s=0.05)
 
 
 @dataclasses.dataclass(frozen=True)
