@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import statistics
+import time
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from pytest_longca.case import Case
     from pytest_longca.kernel import Kernel
     from pytest_longca.timing import Effort, Timing
+
+
+LONG_COLLECTION_S = 0.02
 
 
 class Workshop:
@@ -126,6 +131,7 @@ def _time(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
     from pytest_longca.subject import kernel_errors
     from pytest_longca.timing import CLOCKS, Effort
 
+    _collect_garbage()
     case = parse_case(request["case"], shop.catalogue.masks())
     kernel = shop.catalogue.kernel(request["kernel"])
     anchor = shop.catalogue.kernel(request["anchor"]) if request.get("anchor") else None
@@ -149,6 +155,14 @@ def _time(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
         "versions": shop.versions,
         "threads": None if shop.machine.device == "cuda" else num_threads(),
     }
+
+
+def _collect_garbage() -> None:
+    """Free what earlier cases left in cycles. Where that took long, what survived it (modules, mostly) is not looked at again."""
+    began = time.perf_counter()
+    gc.collect()
+    if time.perf_counter() - began > LONG_COLLECTION_S:
+        gc.freeze()
 
 
 def _timing(

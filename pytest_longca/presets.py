@@ -64,7 +64,7 @@ PRESETS: dict[str, Preset] = {
         sampling_s=3.0,
         interpreted_examples=40,
     ),
-    "paper-dense": Preset(cpu=_DENSE, gpu=_DENSE, masks=("static",), min_samples=30, sampling_s=1.0),
+    "paper-dense": Preset(cpu=_DENSE, gpu=_DENSE, masks=("static",), min_samples=10, sampling_s=1.0),
     "paper-sparse": Preset(cpu=_SPARSE, gpu=_SPARSE, masks=("block",), densities=(0.1, 0.2, 0.5, 0.8, 1.0), min_samples=30, sampling_s=1.0),
     "long": Preset(
         cpu=_LONG,

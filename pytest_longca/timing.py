@@ -5,7 +5,6 @@ ahead, so that events measure the device and not the host that launches; forward
 `torch.autograd.grad`, never accumulated; memory measured outside the timed region. On the CPU a host clock, and no flush.
 """
 
-import gc
 import math
 import statistics
 import time
@@ -199,7 +198,6 @@ def interleave(
     A chunk after which the device says that it is throttled is thrown away and taken again, a few times.
     """
     order = turns(len(steps), max(1, min(CHUNK, int(CHUNK_MS / max(call_ms, 1e-3) / len(steps)))))
-    gc.collect()
     clock.warm_up([steps[i] for i in order], launch_ms, effort.warm_up_s)
     found, states, started = Samples([[] for _ in steps]), list[State](), now()
     while not all(effort.is_enough(samples, now() - started) for samples in found.of_steps):

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import gc
 import itertools
 import json
 import os
@@ -132,8 +131,6 @@ class Bench:
     def __init__(self) -> None:
         self.machine = find_machine()
         self.clock: Clock = CLOCKS[self.machine.device]()
-        gc.collect()
-        gc.freeze()  # else collecting what torch made at its import takes longer than a case
 
     def run(self, units: dict[str, int] | None) -> dict[str, Any]:
         """Samples of every cell, plain and with its planted work; without that, the work of each cell that is right."""

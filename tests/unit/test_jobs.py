@@ -1,5 +1,7 @@
 """A worker's answers: what becomes of an error, and when a process is of no more use."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +53,23 @@ def test_an_answer_says_how_long_its_kernels_and_references_took_and_no_earlier_
     first, again = (shop.perform(dict(request))["time_s"] for _ in range(2))
     assert first["kernels"] > 0 and first["reference"] > 0
     assert again["kernels"] > 0 and "reference" not in again
+
+
+def test_garbage_is_collected_before_a_timing_and_only_a_long_collection_sets_its_survivors_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Node:
+        pass
+
+    node = Node()
+    node.itself = node  # type: ignore[attr-defined]
+    gone, before = weakref.ref(node), gc.get_freeze_count()
+    del node
+    monkeypatch.setattr(jobs, "LONG_COLLECTION_S", 1e9)
+    jobs._collect_garbage()
+    assert gone() is None and gc.get_freeze_count() == before
+    monkeypatch.setattr(jobs, "LONG_COLLECTION_S", 0.0)
+    jobs._collect_garbage()
+    assert gc.get_freeze_count() > before
+    gc.unfreeze()
 
 
 def test_any_other_error_is_raised(perform: Callable[..., dict[str, Any]]) -> None:
