@@ -88,8 +88,7 @@ class Bench:
             for mask in self.settings.masks:
                 for name in self.settings.kernels:
                     self._kernel_cells(tokens, mask, name)
-                if self.settings.peers:
-                    self._peer_cells(tokens, mask)
+                self._peer_cells(tokens, mask)
 
     def table(self) -> str:
         """The rows as aligned text: TFLOP/s per GPU, in brackets the share of the kernel alone."""
@@ -156,7 +155,7 @@ class Bench:
             raise DidNotRun(Wrong(f"{name_of} is another on two streams than on one"))
         if self.settings.exposed and self.world.size > 1:
             quiet = World(self.world.rank, self.world.size, self.world.device, is_connected=False)
-            off = measure(quiet, case, sharing, kernel, self.settings.effort, shards)
+            off = measure(quiet, case, sharing, kernel, replace(self.settings.effort, warmup=1), shards)
             timed = [d for d in DIRECTIONS if getattr(off, f"{d}_ms")]
             off_ms = self.world.slowest([off.median_ms(d) for d in timed])
             facts |= {f"exposed_{d}_ms": measured.median_ms(d) - t for d, t in zip(timed, off_ms, strict=True)}
@@ -167,10 +166,10 @@ class Bench:
 
         case, effort = self.settings.case(mask, tokens), self.settings.effort
         for peer in PEERS:
-            if mask in peer.masks:
+            if mask in peer.masks and peer.package in self.settings.peers:
                 body = partial(measure_peer, peer, self._peer_world, case, effort)
                 self._cell(tokens, mask, "fa2", peer.name, lambda body=body: Result(case, body(), None, {"what": "a peer"}))  # type: ignore[misc]  # bound early
-        if mask in ("full", "causal") and not self.is_simulated:
+        if mask in ("full", "causal") and "torch" in self.settings.peers and not self.is_simulated:
             body = partial(measure_torch, self.world, case, effort)
             self._cell(tokens, mask, "sdpa flash", "torch context_parallel", lambda: Result(case, body(), None, {"what": "a peer"}))
 

@@ -15,6 +15,7 @@ from pytest_longca.parallel.setup import Sharing, check
 from pytest_longca.parallel.timing import Effort
 from pytest_longca.sampling import draw
 
+PEER_PACKAGES = ("ring-flash-attn", "yunchang", "torch")
 DOCUMENT_LAYOUTS = ("zigzag", "balanced")
 
 
@@ -47,7 +48,7 @@ class Settings:
     check_tokens: int
     simulated_ranks: tuple[int, ...]
     json: Path | None
-    peers: bool
+    peers: tuple[str, ...]
     exposed: bool
     links: bool
 
@@ -99,7 +100,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     name, purpose = "python -m pytest_longca.parallel.bench", "Time the mechanisms of context parallelism, correctness first."
     parser = argparse.ArgumentParser(prog=name, description=purpose)
-    parser.add_argument("--kernels", default="fa2", help="block kernels, as in fa2,cudnn_flex,fa4 (default: fa2)")
+    parser.add_argument("--kernels", default="fa2", help="block kernels, as in fa2,cudnn_flex,fa4, or none for peers alone (default: fa2)")
     parser.add_argument("--masks", default="full,causal", help="static masks (default: full,causal)")
     parser.add_argument("--mechanisms", default=",".join(MECHANISMS), help="mechanisms (default: all five)")
     parser.add_argument("--tokens", default="8192,32768", help="tokens per device, as in 8k,32k (default: 8192,32768)")
@@ -119,7 +120,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--simulate-world", type=int, default=0, help="run ranks of such a world one after another, communication off")
     parser.add_argument("--simulate-ranks", default="", help="which ranks (default: the first, the middle and the last)")
     parser.add_argument("--json", type=Path, help="append records to this JSON Lines file")
-    parser.add_argument("--peers", action="store_true", help="time ring-flash-attn, yunchang and torch's context_parallel too")
+    parser.add_argument("--peers", nargs="?", default="", const=",".join(PEER_PACKAGES), help="time peers too (without names: all three)")
     parser.add_argument("--links", action="store_true", help="measure latency and bandwidth of the links first")
     parser.add_argument("--no-exposed", action="store_true", help="skip the second run without communication")
     return parser.parse_args(arguments)
@@ -151,7 +152,7 @@ def settings_of(options: argparse.Namespace, world_size: int) -> Settings:
         check_tokens=options.check_tokens,
         simulated_ranks=tuple(map(int, ranks)),
         json=options.json,
-        peers=options.peers,
+        peers=_names("peer", options.peers, PEER_PACKAGES),
         exposed=not options.no_exposed,
         links=options.links,
     )

@@ -32,6 +32,10 @@ class Peer:
     masks: frozenset[str]
     bind: Callable[[Case, World], Attention]
 
+    @property
+    def package(self) -> str:
+        return self.name.split()[0]
+
 
 def _ring_flash_attn(module: str) -> Any:
     """A module of ring-flash-attn without its adapters, which do not import beside a current transformers and are not needed."""

@@ -71,6 +71,13 @@ def test_time_that_is_spent_leaves_cells_not_verified() -> None:
     assert output.getvalue().count("not verified: the time of --minutes was spent") == 6
 
 
+def test_peers_alone_are_cells_that_say_what_is_not_installed(tmp_path: Path) -> None:
+    output, path = io.StringIO(), tmp_path / "cp.jsonl"
+    arguments = ("--kernels=", "--masks=full", "--peers=yunchang", "--simulate-world=2", "--simulate-ranks=0", f"--json={path}")
+    assert main([*SMALL, *arguments], output) == 0
+    assert [(record.mechanism, record.outcome["kind"]) for record in records(path)] == [("yunchang ulysses", "not_installed")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -81,6 +88,7 @@ def test_time_that_is_spent_leaves_cells_not_verified() -> None:
         (("--tokens=0",), "--tokens: '0' is not a positive whole number"),
         (("--tokens=long",), "such as 512 or 8k"),
         (("--layouts=zigzga",), "did you mean 'zigzag'"),
+        (("--peers=yunchan",), "did you mean 'yunchang'"),
     ],
 )
 def test_bad_command_line_is_refused_with_what_to_do(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
