@@ -31,6 +31,7 @@ from pytest_longca.kernels.flashmask import FlashMask, choose_launch, plan_case
 from pytest_longca.kernels.flashmask_plan import Launch, Tile
 from pytest_longca.mask import Mask
 from pytest_longca.reference import cached_reference
+from pytest_longca.warming import Run, run_all
 
 STATIC = catalogue.MASK_GROUPS["static"]
 SHORT = dict(
@@ -303,26 +304,20 @@ def limits(bench: Bench) -> None:
 
 
 def warm(bench: Bench, what: str) -> None:
-    """Compile into the caches on disk and leave: "flex:MASK:SEQLEN" or "own:PART:INDEX"."""
-    kind, name, number = what.split(":")
-    if kind == "own":
-        base = choose_launch(bench.head_dim, torch.bfloat16, torch.device("cuda"))
-        launch = list(launches(name, base))[int(number)]
-        for case in bench.small_cases():
-            run_once(case, make_inputs(case, "cuda"), launch)
-        return
-    from pytest_longca.kernels.flex import Flex
-
-    case = bench.case(name, int(number))
-    x = make_inputs(case, "cuda")
-    call = Flex().bind(case, x)
-    call.forward()
-    call.backward(x.do)
+    """Compile a candidate, "PART:INDEX", into the cache on disk and leave."""
+    name, number = what.split(":")
+    base = choose_launch(bench.head_dim, torch.bfloat16, torch.device("cuda"))
+    launch = list(launches(name, base))[int(number)]
+    for case in bench.small_cases():
+        run_once(case, make_inputs(case, "cuda"), launch)
 
 
-def warm_all(bench: Bench, jobs: list[str], processes: int) -> None:
+def warm_all(bench: Bench, flex: list[Case], jobs: list[str], processes: int) -> None:
     """Run the compilations in other processes, which have half of the time; what they leave is compiled when it is used."""
     half = (time.monotonic() + bench.deadline) / 2
+    for _ in run_all([Run("flex", case) for case in flex], (), processes, 120.0):
+        if time.monotonic() > half:
+            break
     waiting, running = list(jobs), list[subprocess.Popen[bytes]]()
     while (waiting or running) and time.monotonic() < half:
         running = [process for process in running if process.poll() is None]
@@ -360,10 +355,10 @@ def main() -> None:
     seqlens = [int(n) for n in args.seqlens.split(",")]
     began = time.monotonic()
     base = choose_launch(args.head_dim, torch.bfloat16, torch.device("cuda"))
-    own = [f"own:{part}:{i}" for part in PARTS for i in range(len(list(launches(part, base))))] if args.sweep else []
+    own = [f"{part}:{i}" for part in PARTS for i in range(len(list(launches(part, base))))] if args.sweep else []
     wanted = {int(n): tuple(names.split(",")) if names else STATIC for n, _, names in (item.partition(":") for item in args.compare)}
-    flex = [f"flex:{name}:{n}" for n, names in wanted.items() for name in names]
-    warm_all(bench, flex + own, args.processes)
+    flex = [bench.case(name, n) for n, names in wanted.items() for name in names]
+    warm_all(bench, flex, own, args.processes)
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; compiled ahead in {time.monotonic() - began:.0f} s")
     torch.cuda.empty_cache()
     best = base
