@@ -6,7 +6,6 @@ from torch import Tensor
 
 from pytest_longca.errors import DidNotRun
 from pytest_longca.kernels.flashmask import FlashMask, choose_launch
-from pytest_longca.kernels.flashmask_columns import column_form
 from pytest_longca.kernels.flashmask_plan import Launch, Plan, make_plan
 from pytest_longca.outcome import Unsupported
 from pytest_longca.parallel.kernel import INTERVALS
@@ -50,9 +49,10 @@ def _planned(segment: Segment, q: Tensor, k: Tensor, v: Tensor) -> tuple[Plan, L
 
 
 def _plan(segment: Segment, launch: Launch, group: int, heads_kv: int) -> Plan:
-    rows = segment.intervals[None, None]
-    columns = column_form(rows, segment.num_keys)
-    if columns is None:
+    plan = make_plan(
+        segment.intervals[None, None], segment.num_keys, fwd=launch.fwd, dq=launch.dq, dkdv=launch.dkdv,
+        group=group, heads=heads_kv, processors=launch.processors,
+    )  # fmt: skip
+    if plan is None:
         raise DidNotRun(Unsupported("takes two runs of masked queries a key at most, and this segment has more: use fa4 or cudnn_flex"))
-    tiles = {"fwd": launch.fwd, "dq": launch.dq, "dkdv": launch.dkdv}
-    return make_plan(rows, columns, **tiles, group=group, heads=heads_kv, processors=launch.processors)
+    return plan

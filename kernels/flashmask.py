@@ -21,7 +21,6 @@ from pytest_longca.case import Case
 from pytest_longca.errors import DidNotRun
 from pytest_longca.inputs import Inputs
 from pytest_longca.kernel import AutogradCall, Capabilities, Kernel, Requirement
-from pytest_longca.kernels.flashmask_columns import column_form
 from pytest_longca.kernels.flashmask_plan import Launch, Plan, Tile, make_plan
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
@@ -68,15 +67,15 @@ def choose_launch(head_dim: int, dtype: torch.dtype, device: torch.device) -> La
 def plan_case(case: Case, launch: Launch, device: torch.device) -> Plan:
     """The plan of a case's mask; DidNotRun if it has no column form."""
     rows = case.mask.row_intervals(device)
-    columns = None if rows is None else column_form(rows, case.seqlen_kv)
-    if rows is None or columns is None:
+    backward = case.direction.needs_backward
+    plan = None if rows is None else make_plan(
+        rows, case.seqlen_kv, fwd=launch.fwd, dq=launch.dq if backward else None, dkdv=launch.dkdv if backward else None,
+        group=case.group, heads=case.heads_kv * (case.batch if case.mask.batch == 1 else 1), processors=launch.processors,
+    )  # fmt: skip
+    if plan is None:
         where = "row of visible keys" if rows is None else "column of masked queries"
         raise DidNotRun(Unsupported(f"takes two intervals in a row or column at most, and a {where} of {case.mask!r} has more: use flex"))
-    backward = {"dq": launch.dq, "dkdv": launch.dkdv} if case.direction.needs_backward else {}
-    return make_plan(
-        rows, columns, fwd=launch.fwd, **backward, group=case.group, processors=launch.processors,
-        heads=case.heads_kv * (case.batch if case.mask.batch == 1 else 1),
-    )  # fmt: skip
+    return plan
 
 
 class FlashMask(Kernel):

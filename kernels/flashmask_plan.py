@@ -3,22 +3,19 @@
 Tiles are classified exactly: absent (no visible pair), full (all pairs visible) or partial. Consecutive tiles of one class are a *run*,
 so a plan is O(S / block * runs). Programs start with the most work first.
 
-A plan takes as long as its operations and transfers are many, not long: the device classifies tiles and finds where runs begin, the
-host gets those in one copy, orders the programs in numpy, and sends all tables back in another.
+On a GPU the operations of a plan would be many and small, and cost their launches. So the host gets the row intervals in one copy, does
+all in numpy on their stretches, and sends the columns and all tables back in another.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
-Ints = NDArray[np.int64]
-
-FULL, PARTIAL = 1, 2
-"""Classes of tiles; absent is 0."""
+from pytest_longca.kernels.flashmask_columns import masked_queries, visible_queries
+from pytest_longca.kernels.flashmask_stretches import Ints, Stretches
+from pytest_longca.kernels.flashmask_tiles import FULL, PARTIAL, tile_runs
 
 WORTH_SPLITTING = 0.01
 """Entries whose work is below this part of a processor's share are not split."""
@@ -111,7 +108,7 @@ class Plan:
 
 def make_plan(
     row_intervals: Tensor,
-    columns: Tensor,
+    seqlen_kv: int,
     *,
     fwd: Tile,
     dq: Tile | None = None,
@@ -119,73 +116,44 @@ def make_plan(
     group: int = 1,
     heads: int = 1,
     processors: int = 1,
-) -> Plan:
-    """The plan of a mask for the given tiles.
+) -> Plan | None:
+    """The plan of a mask for the given tiles; None if a key has more than two intervals of masked queries.
 
-    `row_intervals` int32 `[mask batch, 1, seqlen_q, 2, 2]`, `columns` int32 `[mask batch, 1, seqlen_kv, 2, 2]`. `group` query heads share a
-    key/value head and `heads` counts the (batch, key/value head) pairs that one entry serves; key blocks whose group would keep one of the
-    `processors` busy when the others are done are split over heads.
+    `row_intervals` int32 `[mask batch, 1, seqlen_q, 2, 2]`, canonical. `group` query heads share a key/value head and `heads` counts the
+    (batch, key/value head) pairs that one entry serves; key blocks whose group would keep one of the `processors` busy when the others
+    are done are split over heads.
     """
-    rows, masked, seqlen_kv = row_intervals[:, 0], columns[:, 0], columns.shape[2]
+    batch, seqlen_q = row_intervals.shape[0], row_intervals.shape[2]
+    rows = [Stretches.of(lines) for lines in row_intervals[:, 0].cpu().numpy()]
+    masked = [masked_queries(own, seqlen_q, seqlen_kv) for own in rows]
+    columns = [own for own in masked if own is not None]
+    if len(columns) < batch:
+        return None
     by_rows = list(dict.fromkeys((tile.block, tile.step) for tile in (fwd, dq) if tile))
-    maps = [tile_classes(rows, seqlen_kv, *sizes) for sizes in by_rows]
+    drafts = [_draft(*_entries(rows, seqlen_q, seqlen_kv, *sizes, by_keys=False), 1, 0.0) for sizes in by_rows]
     if dkdv:
-        maps.append(tile_classes(rows, seqlen_kv, dkdv.step, dkdv.block).transpose(1, 2))
-    second = torch.stack((rows[..., 1, 1].amax(), masked[..., 1, 1].amax())) if rows.numel() and masked.numel() else rows.new_zeros(2)
-    runs, (row_second, column_second) = _runs_on_host(maps, second)
-    splitting = [(1, 0.0)] * len(by_rows) + [(group, processors / heads)]
-    drafts = [_draft(*found, *how) for found, how in zip(runs, splitting, strict=False)]
-    schedules = _on_device(drafts, rows.device)
+        seen = [visible_queries(own, seqlen_q) for own in columns]
+        found = _entries(seen, seqlen_kv, seqlen_q, dkdv.block, dkdv.step, by_keys=True)
+        drafts.append(_draft(*found, group, processors / heads))
+    table, schedules = _on_device(columns, seqlen_kv, drafts, row_intervals.device)
     return Plan(
-        rows=rows.reshape(rows.shape[0], -1, 4).contiguous(),
-        columns=masked.reshape(masked.shape[0], -1, 4).contiguous(),
-        row_pieces=2 if row_second else 1,
-        column_pieces=2 if column_second else 1,
+        rows=row_intervals[:, 0].reshape(batch, -1, 4).contiguous(),
+        columns=table,
+        row_pieces=max((own.pieces for own in rows), default=1),
+        column_pieces=max((own.pieces for own in columns), default=1),
         fwd=schedules[0],
         dq=schedules[len(by_rows) - 1] if dq else None,
         dkdv=schedules[-1] if dkdv else None,
     )
 
 
-def tile_classes(rows: Tensor, seqlen_kv: int, block_q: int, block_kv: int) -> Tensor:
-    """uint8 `[mask batch, blocks_q, blocks_kv]` from canonical row intervals `[mask batch, seqlen_q, 2, 2]`: absent, FULL or PARTIAL.
-
-    Full: every pair is visible, and the tile does not reach beyond the last key. Blocks are powers of two.
-    """
-    batch, seqlen_q = rows.shape[:2]
-    blocks_q, width, bits = -(-seqlen_q // block_q), -(-seqlen_kv // block_kv) + 1, block_kv.bit_length() - 1
-    below, above = rows >> bits, (rows + (block_kv - 1)) >> bits
-    touched, filled = (below[..., 0], above[..., 1]), (above[..., 0], torch.maximum(above[..., 0], below[..., 1]))
-    # Each row adds 1 to the tiles that it touches and 2^16 to those that it fills: changes along the keys first, then their running sums.
-    edges = torch.stack((*touched, *filled))  # [4, batch, seqlen_q, 2]
-    block = torch.arange(seqlen_q, device=rows.device).div(block_q, rounding_mode="floor")
-    first_cell = (torch.arange(batch, device=rows.device)[:, None] * blocks_q + block) * width
-    steps = torch.tensor((1, -1, 1 << 16, -(1 << 16)), dtype=torch.int32).to(rows.device)
-    counts = torch.zeros(batch * blocks_q * width, dtype=torch.int32, device=rows.device)
-    counts.index_add_(0, (edges + first_cell[..., None]).flatten(), steps.repeat_interleave(edges[0].numel(), output_size=edges.numel()))
-    counts = counts.view(batch, blocks_q, width).cumsum(-1, dtype=torch.int32)[..., :-1]
-    height = torch.full((blocks_q, 1), block_q, dtype=torch.int32, device=rows.device)
-    height[-1:] = seqlen_q - (blocks_q - 1) * block_q
-    return PARTIAL * ((counts & 0xFFFF) > 0).to(torch.uint8) - ((counts >> 16) == height).to(torch.uint8)
-
-
-def _runs_on_host(maps: list[Tensor], extra: Tensor) -> tuple[list[tuple[int, Ints]], list[int]]:
-    """(entries, runs int64 `[runs, 4]`: entry, first tile, tiles, class) of each map of tile classes, and the values of `extra`."""
-    shapes = [(maps[0].shape[0] * m.shape[1], m.shape[2] + 1) for m in maps]
-    # An absent tile behind each entry, and one before all, keep runs inside their entries.
-    flat = torch.cat((maps[0].new_zeros(1), *(functional.pad(m, (0, 1)).flatten() for m in maps)))
-    begin = (flat[1:] != flat[:-1]).nonzero()[:, 0]
-    found = torch.cat((begin, flat[begin + 1], extra)).cpu().numpy()
-    count = len(begin)
-    at, kind = found[:count], found[count : 2 * count]
-    runs = np.stack((at[:-1], np.diff(at), kind[:-1]), 1)[kind[:-1] > 0] if count else np.zeros((0, 3), np.int64)
-    offsets = np.cumsum([0, *(entries * width for entries, width in shapes)])
-    parts = np.split(runs, np.searchsorted(runs[:, 0], offsets[1:-1]))
-    result = []
-    for part, offset, (entries, width) in zip(parts, offsets, shapes, strict=False):
-        entry, tile = np.divmod(part[:, 0] - offset, width)
-        result.append((entries, np.stack((entry, tile, part[:, 1], part[:, 2]), 1)))
-    return result, found[2 * count :].tolist()
+def _entries(masks: list[Stretches], num_lines: int, others: int, block: int, step: int, *, by_keys: bool) -> tuple[int, Ints]:
+    """(entries, runs int64 `[runs, 4]`: entry, first tile, tiles, class) of one kernel over the batches of a mask; see `tile_runs`."""
+    blocks = -(-num_lines // block)
+    runs = [tile_runs(lines, others, block, step, by_keys=by_keys) for lines in masks]
+    for batch, own in enumerate(runs):
+        own[:, 0] += batch * blocks
+    return len(masks) * blocks, np.concatenate(runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,14 +216,18 @@ def _items(tiles: Ints, group: int, rate: float) -> tuple[Ints, Ints, int, int, 
     return items, splits, int(pieces[split].sum()), whole, longest
 
 
-def _on_device(drafts: list[_Draft], device: torch.device) -> list[Schedule]:
-    """The schedules with their tables in device memory, sent as one int32 buffer."""
+def _on_device(columns: list[Stretches], seqlen_kv: int, drafts: list[_Draft], device: torch.device) -> tuple[Tensor, list[Schedule]]:
+    """The columns int32 `[mask batch, seqlen_kv, 4]` and the schedules in device memory, sent as one buffer."""
+    sizes = [len(columns) * seqlen_kv * 4, *(table.size for draft in drafts for table in draft.tables)]
+    offsets = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
+    buffer = np.empty(offsets[-1], np.int32)
+    for own, table in zip(columns, buffer[: sizes[0]].reshape(len(columns), seqlen_kv, 4), strict=True):
+        own.fill(table)
     tables = [table for draft in drafts for table in draft.tables]
-    offsets = np.cumsum([0, *(-(-table.size // ALIGNMENT) * ALIGNMENT for table in tables)])
-    buffer = np.zeros(offsets[-1], np.int32)
-    for table, offset in zip(tables, offsets, strict=False):
+    for table, offset in zip(tables, offsets[1:], strict=False):
         buffer[offset : offset + table.size] = table.ravel()
     sent = torch.from_numpy(buffer).to(device)
-    views = [sent[offset : offset + table.size].view(table.shape) for table, offset in zip(tables, offsets, strict=False)]
+    views = [sent[offset : offset + table.size].view(table.shape) for table, offset in zip(tables, offsets[1:], strict=False)]
     triples = zip(views[::3], views[1::3], views[2::3], strict=True)
-    return [Schedule(*triple, draft.slots, draft.whole, draft.longest) for triple, draft in zip(triples, drafts, strict=True)]
+    schedules = [Schedule(*triple, draft.slots, draft.whole, draft.longest) for triple, draft in zip(triples, drafts, strict=True)]
+    return sent[: sizes[0]].view(len(columns), seqlen_kv, 4), schedules

@@ -153,8 +153,8 @@ class CausalDocument(_RegularDocuments):
         return spread([kv - q for q, kv in ends], self.doc_lens, device)
 
     def row_intervals(self, device: Device = "cpu") -> Tensor:
-        last = torch.arange(self.seqlen_q, dtype=torch.int32, device=device) + self._shift(device)
-        return canonical(self._first_key(device), last + 1)
+        end = torch.arange(1, self.seqlen_q + 1, dtype=torch.int32, device=device)
+        return canonical(self._first_key(device), end if self.doc_lens_kv is None else end + self._shift(device))
 
     def varlen(self) -> Varlen:
         return Varlen(self.doc_lens, self.lens_kv, is_causal=True)

@@ -27,20 +27,16 @@ def canonical(start0: Tensor, end0: Tensor, start1: Tensor | None = None, end1: 
 
     Runs may be empty or touch; a second run that is not empty does not start before the first one.
     """
-    rows = torch.zeros(start0.shape[0], 2, 2, dtype=torch.int32, device=start0.device)
-    empty = end0 <= start0
-    if start1 is not None and end1 is not None:
-        if empty.any():  # a first run that is empty is moved to where it touches the second
-            start0, end0 = torch.where(empty, start1, start0), torch.where(empty, start1, end0)
-        touch = start1 <= end0
-        end0 = torch.where(touch, torch.maximum(end0, end1), end0)
-        unused = touch | (end1 <= start1)
-        rows[:, 1, 0] = start1.masked_fill(unused, 0)
-        rows[:, 1, 1] = end1.masked_fill(unused, 0)
-        empty = end0 <= start0
-    rows[:, 0, 0] = start0.masked_fill(empty, 0)
-    rows[:, 0, 1] = end0.masked_fill(empty, 0)
-    return rows[None, None]
+    first = torch.stack((start0, end0))
+    if start1 is None or end1 is None:
+        second = torch.zeros_like(first)
+    else:
+        start0, end0 = torch.where(end0 <= start0, start1, first)  # an empty first run moves to where it touches the second
+        end0 = torch.where(start1 <= end0, torch.maximum(end0, end1), end0)
+        first = torch.stack((start0, end0))
+        second = torch.stack((start1, end1)) * ((start1 > end0) & (end1 > start1))
+    first = first * (end0 > start0)
+    return torch.stack((*first, *second), -1).to(torch.int32).view(1, 1, -1, 2, 2)
 
 
 def chunks(total: int, elements_each: int) -> Iterator[range]:
