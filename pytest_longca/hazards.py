@@ -197,7 +197,7 @@ def state(subject: Subject) -> list[Finding]:
     again, foreign = run_interleaved(subject, other)
     circumstance = f"with another case ({_named(other.case)}) in between"
     findings = subject.findings("state", again, circumstance)
-    findings += other.wrong("state", foreign, f"right after another case ({_named(subject.case)})")
+    findings += other.wrong("state", foreign, f"in another case ({_named(other.case)}) right after this one")
     if not findings:
         findings += subject.findings("state", subject.run(subject.case, subject.inputs), f"after another case ({_named(other.case)})")
     if not findings and not subject.is_slow:

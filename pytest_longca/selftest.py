@@ -44,13 +44,13 @@ def selftest(faults: Iterable[Fault] = (), machine: Machine = CPU) -> Iterator[C
         yield hunt(fault, machine)
 
 
-def hunt(fault: Fault, machine: Machine = CPU, examples: int = EXAMPLES) -> Catch:
-    """Judge a planted fault as the suite judges a kernel: probes first, then drawn examples, until something is wrong."""
+def hunt(fault: Fault, machine: Machine = CPU, examples: int = EXAMPLES, with_probes: bool = True) -> Catch:
+    """Judge a planted fault as the suite judges a kernel: probes first (or not at all), then drawn examples, until something is wrong."""
     from pytest_longca.kernels.naive import Naive
 
     kernel = fault.plant(Naive())
     start, number = time.perf_counter(), 0
-    for number, (case, verification) in enumerate(_judged(kernel, mask_class(fault.mask), machine, examples), 1):
+    for number, (case, verification) in enumerate(_judged(kernel, mask_class(fault.mask), machine, examples, with_probes), 1):
         if not isinstance(verification.outcome, Passed):
             check = verification.findings[0].check if verification.findings else verification.outcome.kind
             message = str(verification.findings[0]) if verification.findings else str(verification.outcome)
@@ -58,8 +58,8 @@ def hunt(fault: Fault, machine: Machine = CPU, examples: int = EXAMPLES) -> Catc
     return Catch(fault, None, "", "", number, time.perf_counter() - start)
 
 
-def _judged(kernel: Kernel, mask: MaskClass, machine: Machine, examples: int) -> Iterator[tuple[Case, Verification]]:
-    for case in probe_cases(mask, kernel, machine):
+def _judged(kernel: Kernel, mask: MaskClass, machine: Machine, examples: int, with_probes: bool) -> Iterator[tuple[Case, Verification]]:
+    for case in probe_cases(mask, kernel, machine) if with_probes else ():
         yield case, verify(kernel, case, machine, GROUPS["probes"])
     yield from _examples(kernel, mask, machine, examples)
 

@@ -112,7 +112,7 @@ def test_one_token_and_no_token_are_right() -> None:
 @pytest.mark.parametrize("kernel", [Naive(), Sdpa()], ids=lambda kernel: kernel.name)
 def test_no_drawn_case_accuses_a_correct_kernel(kernel: Kernel) -> None:
     @settings(
-        max_examples=60, derandomize=True, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        max_examples=30, derandomize=True, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
     )
     @given(cases(kernel=kernel))
     def run(case: Case) -> None:
