@@ -35,12 +35,12 @@ def test_the_mask_of_the_readme_is_judged_beside_its_kernel(run: Run, pytester: 
     result.stdout.fnmatch_lines(["mask*sdpa*mine", "dilated*ok*"])
 
 
-@pytest.mark.parametrize("text", [README, EXTENDING], ids=["README", "extending"])
-def test_the_options_that_are_named_exist(text: str) -> None:
+@pytest.mark.parametrize("path", ["README.md", "docs/extending.md", "docs/measuring.md", "docs/ci.md", ".github/workflows/gpu-gate.yml"])
+def test_the_options_that_are_named_exist(path: str) -> None:
     from pytest_longca.options import OPTIONS
 
     flags = {option.flag for option in OPTIONS}
-    named = set(re.findall(r"--longca-[a-z-]+", text))
+    named = set(re.findall(r"--longca-[a-z-]+", (ROOT / path).read_text()))
     assert named and named <= flags
 
 
