@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_longca.catalogue import load
 from pytest_longca.errors import InvalidArgument
 from pytest_longca.options import Options
+from pytest_longca.report.appendix import Appendix
 from pytest_longca.report.baseline import gate
 from pytest_longca.report.output import write_reports
 from pytest_longca.report.record import Record
@@ -34,18 +36,29 @@ class Closing:
 def close(records: Sequence[Record], options: Options, is_complete: bool, masks: "Mapping[str, type[Mask]] | None" = None) -> Closing:
     """Compare with the baseline (or write it) and write the reports. Nothing raises: what cannot be done is said, and is not green."""
     closing = Closing()
+    appendix = _appendix(records, options)
+    if appendix:
+        closing.lines += [appendix.title, *appendix.lines]
     if options.baseline:
         _gate(closing, records, options, is_complete)
     for page, summary in ((options.html, None), (None, options.md)):
         if records and (path := page or summary):
             try:
-                write_reports(records, closing.comparison, page, summary, masks)
+                write_reports(records, closing.comparison, page, summary, masks, appendix)
             except InvalidArgument as error:
                 closing.lines.append(f"report: {error}")
                 closing.exit_code = closing.exit_code or 2
             else:
                 closing.lines.append(f"report: {path}")
     return closing
+
+
+def _appendix(records: Sequence[Record], options: Options) -> Appendix | None:
+    """The preset's own table."""
+    if not options.preset_values.table:
+        return None
+    found: Appendix = load(options.preset_values.table)(records)
+    return found
 
 
 def _gate(closing: Closing, records: Sequence[Record], options: Options, is_complete: bool) -> None:

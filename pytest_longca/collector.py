@@ -58,7 +58,7 @@ class Collector:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if not (self.records or self.earlier or self._options.baseline):
+        if not (self.records or self.earlier or self._options.baseline or self._options.preset_values.table):
             return
         from pytest_longca.closing import close
 

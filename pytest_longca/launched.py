@@ -18,7 +18,7 @@ def launched_size() -> int | None:
 
 def is_silent(options: Options) -> bool:
     """Whether rank 0 reports what this session finds, and this is another rank."""
-    return bool(options.mechanisms) and launched_size() is not None and os.environ["RANK"] != "0"
+    return bool(options.chosen("mechanisms", "cpu")) and launched_size() is not None and os.environ["RANK"] != "0"
 
 
 def muted(options: Options) -> Options:

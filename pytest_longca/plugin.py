@@ -121,7 +121,7 @@ class SuiteDirectory(pytest.Directory):
         options = self.config.stash[OPTIONS_KEY]
         alone = {
             "test_case.py": options.case is not None,
-            "test_parallel.py": options.mechanisms is not None,
+            "test_parallel.py": options.chosen("mechanisms", "cpu") is not None,
             "test_selftest.py": options.selftest is not None,
         }
         for path in sorted(self.path.glob("test_*.py")):

@@ -28,6 +28,9 @@ class Preset:
     passes: tuple[str, ...] = ("fwd", "bwd")
     block_sizes: tuple[int, ...] = (64, 128)
     densities: tuple[float, ...] = (0.5,)
+    mechanisms: tuple[str, ...] | None = None
+    table: str | None = None
+    """A function, as module:attribute, of the run's records to a `report.appendix.Appendix` that ends the summary and the reports."""
 
 
 BOTH_HEADS = ((64, 8), (64, 64))
@@ -41,6 +44,7 @@ def _paper(seqlens: tuple[int, ...], heads: tuple[tuple[int, int], ...] = BOTH_H
 
 _DENSE = _paper((1, 2, 4, 8, 16, 24, 32, 40, 48))
 _SPARSE = _paper((32, 64, 128))
+_CP_CPU, _CP_GPU = (Sizes(50, (dtype,), (8 * K,), ((64, 8),), (128,)) for dtype in ("fp32", "bf16"))
 _LONG = _paper((64, 128, 256, 512), ((64, 8),))
 
 PRESETS: dict[str, Preset] = {
@@ -66,6 +70,15 @@ PRESETS: dict[str, Preset] = {
     ),
     "paper-dense": Preset(cpu=_DENSE, gpu=_DENSE, masks=("static",), min_samples=10, sampling_s=1.0),
     "paper-sparse": Preset(cpu=_SPARSE, gpu=_SPARSE, masks=("block",), densities=(0.1, 0.2, 0.5, 0.8, 1.0), min_samples=30, sampling_s=1.0),
+    "paper-cp": Preset(
+        cpu=_CP_CPU,
+        gpu=_CP_GPU,
+        masks=("full", "causal", "full_document", "causal_document"),
+        mechanisms=("ulysses", "ring_p2p", "ring_allgather", "usp", "loongtrain"),
+        table="pytest_longca.parallel.model:paper_table",
+        min_samples=10,
+        sampling_s=1.0,
+    ),
     "long": Preset(
         cpu=_LONG,
         gpu=_LONG,

@@ -82,12 +82,13 @@ class Session:
         """The mechanisms that were asked for. Raises InvalidArgument for one that does not exist, or a mesh that is none."""
         from pytest_longca.parallel.mechanisms import Mesh
 
-        if not self.options.mechanisms:
+        wanted = self.options.chosen("mechanisms", "cpu")  # the same on every device
+        if not wanted:
             return ()
         if self.options.mesh:
             Mesh.parse(self.options.mesh)
         known = mechanisms_of(self._pluginmanager)
-        return tuple(known[name] for name in _picked("mechanisms", "mechanism", self.options.mechanisms, known))
+        return tuple(known[name] for name in _picked("mechanisms", "mechanism", wanted, known))
 
     @functools.cached_property
     def sources(self) -> tuple[Source, ...]:

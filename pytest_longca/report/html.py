@@ -7,6 +7,7 @@ from typing import Any
 
 from pytest_longca import __version__
 from pytest_longca.errors import InvalidArgument
+from pytest_longca.report.appendix import Appendix
 from pytest_longca.report.gallery import Picture
 from pytest_longca.report.record import Record
 from pytest_longca.report.verdict import Comparison
@@ -17,7 +18,11 @@ ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", 
 
 
 def html_report(
-    records: Sequence[Record], comparison: Comparison | None = None, pictures: Iterable[Picture] = (), title: str = "Attention kernels"
+    records: Sequence[Record],
+    comparison: Comparison | None = None,
+    pictures: Iterable[Picture] = (),
+    title: str = "Attention kernels",
+    appendix: Appendix | None = None,
 ) -> str:
     """The page as text. Raises InvalidArgument if jinja2 is not installed."""
     from markupsafe import Markup
@@ -33,6 +38,7 @@ def html_report(
             data=Markup(data),
             environment=environment(records),
             num_records=len(records),
+            appendix=appendix,
         )
     )
 

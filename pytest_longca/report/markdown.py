@@ -3,6 +3,7 @@
 import html
 from collections.abc import Iterable, Sequence
 
+from pytest_longca.report.appendix import Appendix
 from pytest_longca.report.figures import fastest, fraction_of_peak, median_ms, tflop_per_s
 from pytest_longca.report.gate import by_gravity, conclusion
 from pytest_longca.report.matrix import MARKS, Matrix, column, matrix
@@ -10,8 +11,8 @@ from pytest_longca.report.record import Record
 from pytest_longca.report.verdict import Comparison, Verdict
 
 
-def markdown(records: Iterable[Record], comparison: Comparison | None = None) -> str:
-    """The whole summary: gate, matrix, reasons, fastest kernels."""
+def markdown(records: Iterable[Record], comparison: Comparison | None = None, appendix: Appendix | None = None) -> str:
+    """The whole summary: gate, matrix, reasons, fastest kernels, and what the preset adds."""
     records = list(records)
     found = matrix(records)
     parts = [
@@ -20,6 +21,7 @@ def markdown(records: Iterable[Record], comparison: Comparison | None = None) ->
         _matrix(found),
         _reasons(found),
         _fastest(records),
+        "\n".join([f"## {escape(appendix.title)}", "", "```", *appendix.lines, "```"]) if appendix else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

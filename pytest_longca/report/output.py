@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from pytest_longca.report.appendix import Appendix
 from pytest_longca.report.record import Record
 from pytest_longca.report.store import write_atomically
 from pytest_longca.report.verdict import Comparison
@@ -17,14 +18,15 @@ def write_reports(
     page: str | None,
     summary: str | None,
     masks: "Mapping[str, type[Mask]] | None" = None,
+    appendix: Appendix | None = None,
 ) -> None:
     """Write the page and the summary, as far as there are paths for them. Raises InvalidArgument if one cannot be written."""
     if page:
         from pytest_longca.report.gallery import gallery
         from pytest_longca.report.html import html_report
 
-        write_atomically(page, html_report(records, comparison, gallery(records, masks)))
+        write_atomically(page, html_report(records, comparison, gallery(records, masks), appendix=appendix))
     if summary:
         from pytest_longca.report.markdown import markdown
 
-        write_atomically(summary, markdown(records, comparison))
+        write_atomically(summary, markdown(records, comparison, appendix))

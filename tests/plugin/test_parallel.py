@@ -76,6 +76,14 @@ def test_every_mechanism_is_a_cell_with_a_record_and_nothing_else_runs(shared: R
     assert all({verdict["tensor"] for verdict in record["verdicts"]} == {"out", "lse", "dq", "dk", "dv"} for record in found)
 
 
+def test_the_papers_preset_checks_every_mechanism_and_ends_with_the_predicted_table(shared: Run, pytester: pytest.Pytester) -> None:
+    result = shared("--longca-preset=paper-cp", "--longca-masks=full", "--longca-md=summary.md", "--longca-html=page.html")
+    result.assert_outcomes(passed=len(MECHANISMS))
+    for text in (said(result), (pytester.path / "summary.md").read_text(), (pytester.path / "page.html").read_text()):
+        assert "predicted TFLOP/s per GPU" in text and "causal_document bwd loongtrain" in text
+        assert "Predictions, not measurements" in text
+
+
 def test_a_row_of_the_table_comes_from_a_conftest(shared: Run, pytester: pytest.Pytester) -> None:
     pytester.makeconftest(MECHANISM)
     shared("--longca-mechanisms=ring_of_pairs", "--longca-json=cp.jsonl").assert_outcomes(passed=1)

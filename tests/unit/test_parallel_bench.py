@@ -17,7 +17,7 @@ from pytest_longca.parallel import model
 from pytest_longca.parallel.bench import main
 from pytest_longca.parallel.links import Link, fit
 from pytest_longca.parallel.mechanisms import MECHANISMS, Heads, Mesh
-from pytest_longca.parallel.model import Network, check_rows, fitted, paper_rows, predict_ms, rates_alone
+from pytest_longca.parallel.model import H200_FA2, Network, check_rows, fitted, paper_rows, paper_table, predict_ms, rates_alone
 from pytest_longca.parallel.setup import Sharing, head_groups
 from pytest_longca.report.record import Record
 
@@ -158,6 +158,27 @@ def test_head_groups_divide_the_key_value_heads_of_a_rank(heads_kv: int, ranks: 
     case = Case(mask=load(MASKS["full"])(64, 64), heads_q=8 * heads_kv, heads_kv=heads_kv, head_dim=128, dtype="bf16")
     assert head_groups(case, Mesh(heads=ranks), wanted) == groups
     assert head_groups(case, Mesh(inner=ranks), wanted) == 1
+
+
+def test_rates_that_are_assumed_without_records_are_those_that_were_measured() -> None:
+    measured = rates_alone(records(Path(__file__).parents[2] / "docs" / "results" / "context-parallel-2xh200.jsonl"), "fa2")
+    assert {key: round(measured[key]) for key in H200_FA2} == H200_FA2
+
+
+def test_papers_table_names_what_it_assumes() -> None:
+    table = paper_table([])
+    assert "predicted" in table.title and "published by MagiAttention, H100" in table.lines[0]
+    ring = next(line for line in table.lines if line.startswith("full fwd ring_p2p"))
+    assert "~386" in ring and ring.endswith("504 528 509 506")
+    said = "\n".join(table.lines[-5:])
+    for words in (
+        "not measurements",
+        "rate of fa2 alone on an H200",
+        "Inside a node, assumed",
+        "Between nodes of 8 GPUs, assumed",
+        "45 GB/s",
+    ):
+        assert words in said
 
 
 def test_assumed_rate_is_that_of_the_kernel_alone_on_the_longest_sequence() -> None:
