@@ -30,8 +30,8 @@ class Config:
     """How one kernel is launched.
 
     `tma` reads the other side through tensor descriptors where tiles are full and strides allow it; `in_registers` (not for dk and dv,
-    which need theirs for sums) keeps the program's own operands in registers instead of shared memory. `max_registers` a thread lets one
-    more program live on a multiprocessor.
+    which need theirs for sums) keeps the program's own operands in registers instead of shared memory. `early` (dk and dv only) multiplies
+    v do^T before the exponentials, not after them. `max_registers` a thread lets one more program live on a multiprocessor.
     """
 
     block_m: int
@@ -41,6 +41,7 @@ class Config:
     tma: bool = False
     in_registers: bool = False
     max_registers: int | None = None
+    early: bool = False
 
     def keeps_in_registers(self, head_dim: int) -> bool:
         """Whether the own operands of this padded head dim are kept in registers.
@@ -61,9 +62,9 @@ class Configs:
 
 
 CONFIGS: dict[int, Configs] = {
-    128: Configs(Config(64, 64, 4, 3, True, True), Config(128, 64, 8, 2, True), Config(64, 128, 8, 2, True)),
+    128: Configs(Config(128, 64, 8, 2, True, max_registers=128), Config(64, 64, 4, 3, True, True), Config(64, 64, 4, 2, True)),
     64: Configs(Config(64, 64, 4, 3, True, True), Config(64, 64, 4, 3, True, True), Config(64, 64, 4, 2, True)),
-    1: Configs(Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
+    1: Configs(Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 3)),
 }
 """By the largest of 128, 64 and 1 that divides every block size."""
 

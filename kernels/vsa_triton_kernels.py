@@ -226,8 +226,12 @@ def vsa_triton_dkdv(
     q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, do_sb, do_ss, do_sh, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
     D, DV, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FULL_OWN: tl.constexpr, FULL_OTHER: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr, GROUPED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BLOCK_N keys, summed over all query heads of the group: the list holds them one after the other, `part` says which."""
+    """dk and dv of BLOCK_N keys, summed over all query heads of the group: the list holds them one after the other, `part` says which.
+
+    EARLY: v do^T is multiplied before the exponentials, so that dS is computed while P^T do runs; it keeps one more tile in registers.
+    """
     batch = tl.program_id(1) // heads_kv
     head_kv = tl.program_id(1) % heads_kv
     map_head = head_kv * map_stride
@@ -252,7 +256,11 @@ def vsa_triton_dkdv(
     for t in range(length):
         next_i, next_n = _entry(start, stop, t + 1, length, FULL_OTHER)
         next_head = _query_head(part, t + 1, length, head_kv, group, GROUPED)
-        row = (batch * heads_kv * group + head).to(tl.int64) * seqlen_q + i + other
+        row = (batch * heads_kv * group + head).to(tl.int64) * seqlen_q + i
+        if FULL_OTHER:
+            # Tiles are full where all blocks are multiples of them, hence all starts too: lse and delta come in pairs.
+            row = tl.multiple_of(row, BLOCK_M)
+        row += other
         if FULL_OTHER:
             lse_log2 = tl.load(lse + row) * LOG2E
             delta_row = tl.load(delta + row)
@@ -262,13 +270,18 @@ def vsa_triton_dkdv(
             delta_row = tl.load(delta + row, mask=other < n, other=0.0)
         q_tile = _read(q, batch, head, i, q_sb, q_ss, q_sh, n, D, other, dims, FULL_OTHER, PAD_D, TMA)
         s = tl.dot(k_tile, tl.trans(q_tile))  # [BLOCK_N, BLOCK_M]
+        if EARLY:
+            do_tile = _read(do, batch, head, i, do_sb, do_ss, do_sh, n, DV, other, dims_v, FULL_OTHER, PAD_V, TMA)
+            dp = tl.dot(v_tile, tl.trans(do_tile))
         if not FULL_OWN:
             # Keys behind the tile's end are zeros here: their scores of 0 may be far above lse, and inf * 0 is no 0.
             s = tl.where(own[:, None] < num, s, -float("inf"))
         p = tl.exp2(s * scale_log2 - lse_log2[None, :])
-        do_tile = _read(do, batch, head, i, do_sb, do_ss, do_sh, n, DV, other, dims_v, FULL_OTHER, PAD_V, TMA)
+        if not EARLY:
+            do_tile = _read(do, batch, head, i, do_sb, do_ss, do_sh, n, DV, other, dims_v, FULL_OTHER, PAD_V, TMA)
         dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc)
-        dp = tl.dot(v_tile, tl.trans(do_tile))
+        if not EARLY:
+            dp = tl.dot(v_tile, tl.trans(do_tile))
         ds = p * (dp - delta_row[None, :])
         dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc)
         i, n, head = next_i, next_n, next_head

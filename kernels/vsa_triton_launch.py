@@ -76,6 +76,7 @@ def launch_backward(
     vsa_triton_dkdv[side.num_tiles, batch * heads_kv](
         q_read, k, v, lse, do_read, delta, dk, dv, *_side(side, side.lists.part), heads_kv, *sizes,
         *_strides(q, k, v, do, dk, dv), **_shapes(q, v, side, config), TMA=tma, GROUPED=side.lists.part is not None,
+        EARLY=config.early,
     )  # fmt: skip
     return dq, dk, dv
 

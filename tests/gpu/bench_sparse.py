@@ -1,309 +1,289 @@
-"""Times the block-sparse kernels against each other, sweeps vsa_triton's launch table, and times index building: run on a GPU, as a script.
+"""Times the block-sparse kernels against each other, over densities, and index building: run on a GPU, as a script.
 
-    PYTHONPATH=.:$SITE python tests/gpu/bench_sparse.py --minutes 2 [--do sweep,compare,index] [--kernels vsa,vsa_triton] [--sizes 64,128,1]
-        [--shapes 8K,32K] [--json FILE]
+    PYTHONPATH=.:$SITE python tests/gpu/bench_sparse.py --minutes 2.5 [--do compare,density,index,sweep] [--kernels vsa,vsa_triton]
+        [--sizes 64,128,1] [--shapes 8K,32K] [--json FILE]
     PYTHONPATH=. python tests/gpu/bench_sparse.py --table FILE
 
-Every kernel and every candidate of the sweep is verified on 1024 tokens first, by other processes, which fills the compilers' caches on the
-way. A candidate is out from TUNING_GATE times a limit on; a kernel's speed is shown with its error where that is beyond the limit but below
-the gate, and never from there on, unless its failure is a known one. Figures are medians with a cold L2, TFLOP/s of the selected pairs,
-head_dim 128, bf16, density 0.5. `--json` writes records. What to keep comes last.
+compare: density 0.5, every kernel, shape and block. density: 32K to 128K tokens, densities 0.1 to 1.0; the middle one and the ends of
+the lengths first, and what would not fit into the time is left out. sweep: see sweep_sparse. They run in this order, whatever `--do` says.
+
+Every kernel is verified on 1024 tokens first, by other processes. flashinfer compiles for more than a minute in one that then waits, and
+is judged and timed when all others have been. A kernel's speed is shown with its error where that is beyond the limit but below
+TUNING_GATE, and never from there on, unless its failure is a known one. Figures are medians with a cold L2, TFLOP/s of the selected
+pairs, head_dim 128, bf16; groups of eight query heads share a map, under MHA too. `--json` writes records. What to keep comes last.
 """
 
 import argparse
 import contextlib
-import dataclasses
-import json
+import itertools
 import statistics
-import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
+from sparse_cases import SMALL_SEQLEN, TUNING_GATE, Teller, case_of, small_case, small_cases, tell, tflop_per_s, timed
+from sweep_sparse import PARTS, sweep
 
 from pytest_longca import blocks, catalogue, known_failures
-from pytest_longca.block_map import BlockMap
 from pytest_longca.case import Case, Direction
 from pytest_longca.checks import verify
 from pytest_longca.conformance import commit, versions
 from pytest_longca.errors import DidNotRun
+from pytest_longca.inputs import make_inputs
 from pytest_longca.jobs import find_machine
 from pytest_longca.kernel import Kernel
 from pytest_longca.kernels import vsa_triton
-from pytest_longca.kernels.vsa_triton import CONFIGS, Config, Configs, VsaTriton
+from pytest_longca.kernels.vsa_triton import Config, Configs
 from pytest_longca.machine import Machine
-from pytest_longca.masks.block import UniformBlock, VariableBlock
-from pytest_longca.outcome import KnownWrong, Outcome, Passed, Wrong, outcome_from_json
+from pytest_longca.outcome import Crashed, KnownWrong, Outcome, OutOfMemory, Passed, Wrong, outcome_from_json
 from pytest_longca.report.record import Record, shape_of
-from pytest_longca.subject import Subject
-from pytest_longca.timing import Effort, Timing, time_case
+from pytest_longca.timing import Effort, Timing
 
-KERNELS = ("vsa_triton", "vsa", "vsa_fastvideo_triton", "cudnn_sparse", "flashinfer", "flex")
-SHAPES = {"8K": (8192, 16, 16), "32K": (32768, 64, 64), "32K gqa": (32768, 64, 8)}
+KERNELS = ("vsa_triton", "vsa", "vsa_fastvideo_triton", "cudnn_sparse", "flex", "flashinfer")
+"""Those that start fast first; flex compiles each shape."""
+LATE = "flashinfer"
 SHORT_ONLY = ("flex",)
 """Kernels that are timed on the first shape only: a block mask of the others takes them minutes."""
-CHECK_SEQLEN, CHECK_HEADS = 1024, 16
-CHECKERS = 10
-QUICK, CAREFUL = Effort(10, 40, 0.3), Effort(15, 50, 0.7)
-TUNING_GATE = 3.0
-"""Error over limit from which a candidate computes something else. A wrong tile or a lost register is hundreds of times beyond."""
+DENSITY_KERNELS = ("vsa_triton", "vsa", "cudnn_sparse")
+SHAPES = {"8K": (8192, 16, 16), "32K": (32768, 64, 64), "32K gqa": (32768, 64, 8)}
+LENGTHS = (32768, 131072, 65536)
+HEADS = ((64, 64), (64, 8))
+DENSITIES = (0.5, 0.1, 1.0, 0.2, 0.8)
+PASSES = (Direction.FWD, Direction.BWD)
+SHORT, LONG = Effort(10, 20, 0.3, patience_s=0.6), Effort(5, 10, 0.5, patience_s=1.0, fewest=3)
+CALLS = {Direction.FWD: 8, Direction.BWD: 9}
+"""How many calls of its own pass a LONG timing makes, about, the untimed ones too."""
+GUESSED_TFLOP_PER_S = 350.0
 PROCESS = uuid.uuid4().hex[:12]
-MARK = "\x1e"
-"""Begins a line that a process tells another; str.splitlines would split there."""
-
-PARTS = ("forward", "dq", "dkdv")
-OWN = {"tma": True, "in_registers": True}
-CANDIDATES: dict[int, dict[str, list[Config]]] = {
-    64: {
-        "forward": [
-            Config(64, 64, 4, 3, **OWN), Config(64, 64, 4, 2, **OWN, max_registers=168), Config(64, 32, 4, 3, **OWN, max_registers=168),
-            Config(64, 32, 4, 4, **OWN, max_registers=168), Config(64, 32, 4, 3, True), Config(64, 64, 4, 2, True),
-        ],
-        "dq": [
-            Config(64, 64, 4, 3, **OWN), Config(64, 64, 4, 2, **OWN), Config(64, 64, 4, 2, True, max_registers=168),
-            Config(64, 32, 4, 2, True, max_registers=168), Config(64, 32, 4, 3, True),
-        ],
-        "dkdv": [
-            Config(64, 64, 4, 2, True), Config(64, 64, 8, 2, True), Config(32, 64, 4, 3, True), Config(32, 64, 4, 2, True),
-            Config(32, 64, 4, 3, False),
-        ],
-    },
-    128: {
-        "forward": [
-            Config(64, 64, 4, 3, **OWN), Config(64, 64, 4, 2, **OWN, max_registers=168), Config(128, 64, 8, 2, True, max_registers=128),
-            Config(128, 32, 8, 4, True, max_registers=128), Config(128, 64, 8, 3, **OWN), Config(128, 128, 8, 2, True),
-        ],
-        "dq": [
-            Config(128, 64, 8, 2, True), Config(128, 64, 8, 2, **OWN), Config(64, 64, 4, 3, **OWN),
-            Config(64, 64, 4, 2, True, max_registers=168), Config(64, 32, 4, 2, True, max_registers=168),
-        ],
-        "dkdv": [
-            Config(64, 128, 8, 2, True), Config(32, 128, 8, 3, True), Config(64, 64, 4, 2, True), Config(64, 64, 8, 2, True),
-            Config(32, 64, 4, 3, True), Config(32, 64, 4, 2, True),
-        ],
-    },
-    1: {
-        "forward": [
-            *(Config(64, 64, 4, stages, False, own) for stages in (2, 3) for own in (True, False)),
-            Config(64, 32, 4, 3), Config(64, 128, 8, 2), Config(128, 64, 8, 2),
-        ],
-        "dq": [*(Config(64, 64, 4, stages) for stages in (2, 3)), Config(64, 32, 4, 3), Config(64, 128, 8, 2), Config(128, 64, 8, 2)],
-        "dkdv": [
-            *(Config(32, 64, 4, stages) for stages in (2, 3)), Config(64, 64, 4, 2), Config(64, 64, 8, 2),
-            Config(32, 128, 8, 2), Config(64, 128, 8, 2),
-        ],
-    },
-}  # fmt: skip
-"""What compiles without spilling and lets two or three programs live on a multiprocessor of an H200."""
 
 
-def case_of(seqlen: int, heads_q: int, heads_kv: int, size: int, direction: Direction) -> Case:
-    """Blocks of `size` tokens, or of 64 to 128 where size is 1; the heads of a group share a map."""
-    group = heads_q // heads_kv
-    mask: UniformBlock | VariableBlock = UniformBlock(seqlen, seqlen, max(size, 64), BlockMap("topk", 0.5, heads_q, group))
-    if size == 1:
-        mask = VariableBlock.default(seqlen, block_size=128, heads=heads_q, group=group)
-    return Case(mask=mask, heads_q=heads_q, heads_kv=heads_kv, head_dim=128, dtype="bf16", direction=direction)
+class Cell(NamedTuple):
+    """One kernel on one case, with the words of its line."""
+
+    kernel: str
+    case: Case
+    size: int
+    density: float
+    label: str
+
+    @property
+    def small(self) -> str:
+        """The id of the case that was judged for it."""
+        return small_case(self.size, self.case.group, self.case.direction, self.density).id
 
 
-@contextlib.contextmanager
-def launched_with(size: int, part: str, config: Config) -> Iterator[None]:
-    """The launch table with one of its configurations exchanged."""
-    kept = CONFIGS[size]
-    CONFIGS[size] = dataclasses.replace(kept, **{part: config})
-    try:
-        yield
-    finally:
-        CONFIGS[size] = kept
+def compared(names: list[str], shapes: list[str], sizes: list[int]) -> list[Cell]:
+    """The cells of the comparison: the kernels that start fast first, the late one last."""
+    first, rest = [name for name in names if name not in (LATE, *SHORT_ONLY)], [name for name in names if name in (LATE, *SHORT_ONLY)]
+    found = []
+    for group in (first, *([name] for name in rest)):
+        for shape in shapes:
+            for size in sizes:
+                for name in group:
+                    if name in SHORT_ONLY and shape != next(iter(SHAPES)):
+                        continue
+                    cases = [case_of(*SHAPES[shape], size, direction) for direction in PASSES]
+                    found += [Cell(name, case, size, 0.5, f"{shape:8} {block_name(size):9}") for case in cases]
+    return found
 
 
-def direction_of(part: str) -> Direction:
-    return Direction.FWD if part == "forward" else Direction.BWD
+def by_density(names: list[str], sizes: list[int]) -> list[Cell]:
+    """The cells of the table of densities, the most informative first."""
+    return [
+        Cell(name, case_of(seqlen, heads_q, heads_kv, size, direction, density), size, density, label)
+        for density in DENSITIES
+        for seqlen in LENGTHS
+        for size in sizes
+        for heads_q, heads_kv in HEADS
+        for label in [f"{seqlen // 1024:3}K {heads_q}:{heads_kv:<2} {block_name(size):9} {density}"]
+        for name in names
+        for direction in PASSES
+    ]
 
 
-def candidates(sizes: list[int]) -> list[tuple[int, str, Config]]:
-    return [(size, part, config) for size in sizes for part in PARTS for config in CANDIDATES[size][part]]
+def block_name(size: int) -> str:
+    return f"block {size}" if size > 1 else "variable"
 
 
-def error_over_limit(kernel: Kernel, case: Case, machine: Machine) -> float:
-    """The worst of a kernel's tensors."""
-    subject = Subject(kernel, case, machine)
-    return max(verdict.error_over_limit for verdict in subject.judge(subject.result))
-
-
-def check_candidates(sizes: list[int], first: int, machine: Machine) -> None:
-    """Judge every CHECKERS-th candidate from number `first` on; prints a line for each."""
-    for number, (size, part, config) in list(enumerate(candidates(sizes)))[first::CHECKERS]:
-        case = case_of(CHECK_SEQLEN, CHECK_HEADS, CHECK_HEADS, size, direction_of(part))
-        with launched_with(size, part, config):
-            try:
-                tell(number, error_over_limit(VsaTriton(), case, machine))
-            except Exception as error:
-                tell(number, f"{type(error).__name__}: {str(error)[:200]}")
-
-
-def check_kernel(name: str, sizes: list[int], machine: Machine) -> None:
-    """Verify a kernel on a small case for each of the sizes, heads and passes of the comparison; prints a line for each."""
+def check_kernel(name: str, sizes: list[int], densities: list[float], groups: list[int], machine: Machine) -> None:
+    """Judge a kernel on small cases; tells a line for each pass. A backward that is right shows that the forward is."""
     kernel = catalogue.load(catalogue.KERNELS[name])()
     if kernel.missing():
         return
-    for case in small_cases(sizes):
-        if kernel.supports(case, machine):
-            continue
-        verification = verify(kernel, case, machine, ("truth",))
-        outcome = verification.outcome
-        if isinstance(outcome, Wrong) and (entry := known_failures.find(kernel, case, machine, outcome)):
-            outcome = KnownWrong(outcome.reason, entry.name)
-        tell(case.id, outcome.to_json(), max(verification.worst.values(), default=0.0))
+    both = list(zip(*(small_cases(sizes, groups, densities, direction) for direction in PASSES), strict=True))
+    taken = [case for cases in both for case in cases if not kernel.supports(case, machine)]
+    if name == LATE and taken:
+        kernel.bind(taken[0], make_inputs(taken[0], machine.device))
+        sys.stdin.readline()
+    for forward, backward in both:
+        right = False
+        for case in (backward, forward):
+            if case not in taken:
+                continue
+            if not right:
+                outcome, worst = judged(kernel, case, machine)
+            tell(case.id, outcome.to_json(), worst)
+            right = isinstance(outcome, Passed)
 
 
-def small_cases(sizes: list[int]) -> Iterator[Case]:
-    for group in sorted({heads_q // heads_kv for _, heads_q, heads_kv in SHAPES.values()}):
-        for size in sizes:
-            for direction in (Direction.FWD, Direction.BWD):
-                yield case_of(CHECK_SEQLEN, CHECK_HEADS, CHECK_HEADS // group, size, direction)
-
-
-def tell(*fields: object) -> None:
-    print(MARK + json.dumps(fields), flush=True)
-
-
-def told(arguments: list[str], seconds: float) -> list[list[Any]]:
-    """What another process of this script told until its end or the deadline."""
-    command = [sys.executable, __file__, *arguments]
-    try:
-        text = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=max(1.0, seconds)).stdout
-    except subprocess.TimeoutExpired as late:
-        text = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-    return [json.loads(line[1:]) for line in text.split("\n") if line.startswith(MARK) and line.endswith("]")]
+def judged(kernel: Kernel, case: Case, machine: Machine) -> tuple[Outcome, float]:
+    verification = verify(kernel, case, machine, ("truth",))
+    outcome = verification.outcome
+    if isinstance(outcome, Wrong) and (entry := known_failures.find(kernel, case, machine, outcome)):
+        outcome = KnownWrong(outcome.reason, entry.name)
+    return outcome, max(verification.worst.values(), default=0.0)
 
 
 class Checks:
-    """What other processes found on small cases: candidates by number, kernels by name and case; started all at once."""
+    """What other processes find on small cases: one process for each kernel and block size, all at once; the late kernel's waits."""
 
-    def __init__(self, names: list[str], sizes: list[int], sweep: bool, seconds: float) -> None:
-        listed = ",".join(map(str, sizes))
-        with ThreadPoolExecutor(CHECKERS + len(names)) as pool:
-            rest = [pool.submit(told, ["--check", str(first), "--sizes", listed], seconds) for first in range(CHECKERS * sweep)]
-            kernels = {name: pool.submit(told, ["--check-kernel", name, "--sizes", listed], seconds) for name in names}
-            self.candidates = {number: found for job in rest for number, found in job.result()}
-            self.kernels: dict[str, dict[str, tuple[Outcome, float]]] = {
-                name: {case: (outcome_from_json(outcome), worst) for case, outcome, worst in job.result()} for name, job in kernels.items()
-            }
+    def __init__(self, names: list[str], sizes: list[int], densities: list[float]) -> None:
+        self._tellers = []
+        for name, some in [(name, [size]) for name in names if name != LATE for size in sizes] + [(LATE, sizes)] * (LATE in names):
+            groups = [1] if name in SHORT_ONLY else sorted({heads_q // heads_kv for heads_q, heads_kv in HEADS})
+            asked = {"--check-kernel": name, "--sizes": words(some), "--densities": words(densities), "--groups": words(groups)}
+            self._tellers.append((name, Teller(__file__, [word for option in asked.items() for word in option])))
+        self._found: dict[tuple[str, str], tuple[Outcome, float]] = {}
 
+    def collect(self, late: bool, deadline: float) -> None:
+        """Wait for all but the late kernel, or for that one."""
+        ready = [item for item in self._tellers if (item[0] == LATE) == late]
+        self._tellers = [item for item in self._tellers if item not in ready]
+        for name, teller in ready:
+            for case, outcome, worst in teller.told(deadline):
+                self._found[name, case] = outcome_from_json(outcome), worst
 
-def sweep(sizes: list[int], checks: Checks, machine: Machine, deadline: float) -> list[str]:
-    """The best configurations, which the launch table then holds for the comparison."""
-    found: dict[tuple[int, str], list[tuple[float, Config]]] = {}
-    for number, (size, part, config) in enumerate(candidates(sizes)):
-        error = checks.candidates.get(number, "not checked in time")
-        if isinstance(error, str) or error >= TUNING_GATE or time.monotonic() > deadline:
-            reason = error if isinstance(error, str) else f"error {error:.3g} times its limit" if error >= TUNING_GATE else "no time left"
-            print(f"{size} {part} {short(config)}: {reason}", flush=True)
-            continue
-        with launched_with(size, part, config):
-            case = case_of(8192, 16, 16, size, direction_of(part))
-            speed = tflop_per_s(case, time_case(VsaTriton(), case, machine, QUICK))
-        print(f"{size} {part} {short(config)}: {speed:.0f} (error {error:.2f})", flush=True)
-        found.setdefault((size, part), []).append((speed, config))
-    for (size, part), results in found.items():
-        CONFIGS[size] = dataclasses.replace(CONFIGS[size], **{part: max(results, key=lambda x: x[0])[1]})
-    lines = []
-    for (size, part), results in found.items():
-        best = sorted(results, key=lambda x: -x[0])[:4]
-        lines.append(f"{size} {part}: " + "; ".join(f"{speed:.0f} {short(config)}" for speed, config in best))
-    return lines
+    def find(self, kernel: str, case: str) -> tuple[Outcome, float] | None:
+        return self._found.get((kernel, case))
 
 
-def short(config: Config) -> str:
-    flags = f"{' tma' if config.tma else ''}{' reg' if config.in_registers else ''}"
-    return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}{flags} r{config.max_registers or 'any'}"
+def words(values: list[int] | list[float]) -> str:
+    return ",".join(map(str, values))
 
 
-def tflop_per_s(case: Case, timing: Timing) -> float:
-    return case.flop() / statistics.median(timing.samples_ms) / 1e9
-
-
-class Comparison:
-    """Times kernels on the shapes, one record and one cell of the table each."""
+class Bench:
+    """Times cells, one record and one line each, until the deadline."""
 
     def __init__(self, checks: Checks, machine: Machine, deadline: float, write: Callable[[Record], None]) -> None:
         self.checks, self.machine, self.deadline, self.write = checks, machine, deadline, write
 
-    def lines(self, names: list[str], shapes: list[str], sizes: list[int]) -> list[str]:
-        """A line for each kernel, size and shape: TFLOP/s forward and backward."""
-        lines = []
-        for shape in shapes:
-            for size in sizes:
-                for name in names:
-                    if name in SHORT_ONLY and shape != next(iter(SHAPES)):
-                        continue
-                    cases = [case_of(*SHAPES[shape], size, direction) for direction in (Direction.FWD, Direction.BWD)]
-                    cells = [self.cell(catalogue.load(catalogue.KERNELS[name])(), case, size) for case in cases]
-                    block = f"block {size}" if size > 1 else "variable"
-                    lines.append(f"{shape:8} {block:9} {name:22} {cells[0]:>18} {cells[1]:>18}")
-                    print(lines[-1], flush=True)
-        return lines
+    def lines(self, cells: list[Cell], effort: Effort) -> list[str]:
+        """A line for each label and kernel: TFLOP/s and plan forward and backward. The next map is drawn while one is worked on."""
+        by_mask = [(mask, list(group)) for mask, group in itertools.groupby(cells, lambda cell: cell.case.mask)]
+        drawings = [threading.Thread(target=mask.area, daemon=True) for mask, _ in by_mask]
+        for drawing in drawings[:1]:
+            drawing.start()
+        rows: dict[tuple[str, str], list[str]] = {}
+        for number, (_, group) in enumerate(by_mask):
+            drawings[number].join()
+            for drawing in drawings[number + 1 : number + 2]:
+                drawing.start()
+            for cell in group:
+                row = rows.setdefault((cell.label, cell.kernel), [f"{cell.label} {cell.kernel:22}"])
+                row.append(f"{self.cell(cell, effort):>26}")
+                if cell.case.direction is PASSES[-1]:
+                    print(" ".join(row), flush=True)
+        labels = [label for label, _ in rows]
+        return [" ".join(row) for _, row in sorted(rows.items(), key=lambda item: labels.index(item[0][0]))]
 
-    def cell(self, kernel: Kernel, case: Case, size: int) -> str:
+    def cell(self, cell: Cell, effort: Effort) -> str:
         """TFLOP/s, or why there are none."""
-        if kernel.missing() or kernel.supports(case, self.machine):
-            return "not installed" if kernel.missing() else "unsupported"
-        small = case_of(CHECK_SEQLEN, CHECK_HEADS, CHECK_HEADS // case.group, size, case.direction)
-        if small.id not in self.checks.kernels[kernel.name]:
+        kernel = catalogue.load(catalogue.KERNELS[cell.kernel])()
+        if kernel.missing() or kernel.supports(cell.case, self.machine):
+            return "not installed" if kernel.missing() else "-"
+        if cell.kernel == LATE:
+            self.checks.collect(True, self.deadline)
+        if (found := self.checks.find(cell.kernel, cell.small)) is None:
             return "not verified"
-        outcome, worst = self.checks.kernels[kernel.name][small.id]
+        outcome, worst = found
         if not isinstance(outcome, Passed | KnownWrong) and not 0 < worst < TUNING_GATE:
             print(f"{kernel.name}: {outcome}"[:300], flush=True)
             return outcome.kind
-        if time.monotonic() > self.deadline:
+        guess = cell.case.flop() / GUESSED_TFLOP_PER_S / 1e12 * CALLS[cell.case.direction] if effort is LONG else 0.0
+        if time.monotonic() + guess > self.deadline:
             return "no time"
-        speed = self._timed(kernel, case, outcome, worst)
+        speed = self._timed(kernel, cell.case, outcome, worst, effort)
         return speed if isinstance(outcome, Passed) else f"{speed} (error {worst:.1f})"
 
-    def _timed(self, kernel: Kernel, case: Case, outcome: Outcome, worst: float) -> str:
+    def _timed(self, kernel: Kernel, case: Case, outcome: Outcome, worst: float, effort: Effort) -> str:
+        timing = None
         try:
-            timing = time_case(kernel, case, self.machine, CAREFUL)
-        except (torch.OutOfMemoryError, DidNotRun) as error:
-            return "out of memory" if isinstance(error, torch.OutOfMemoryError) else error.outcome.kind
+            timing = timed(kernel, case, self.machine, effort)
+        except torch.OutOfMemoryError as error:
+            outcome = OutOfMemory(str(error).splitlines()[0])
+        except DidNotRun as error:
+            outcome = error.outcome
         except Exception as error:
-            print(f"{kernel.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-            return "crashed"
-        finally:
-            torch.cuda.empty_cache()
+            outcome = Crashed(f"{type(error).__name__}: {str(error)[:300]}")
+        torch.cuda.empty_cache()
         self.write(record_of(kernel, case, self.machine, outcome, worst, timing))
-        return f"{tflop_per_s(case, timing):.0f}"
+        if timing is None:
+            print(f"{kernel.name}: {outcome}"[:300], flush=True)
+            return outcome.kind.replace("_", " ")
+        return f"{tflop_per_s(case, timing):.0f}, plan {timing.plan_ms:.0f} ms"
 
 
-def record_of(kernel: Kernel, case: Case, machine: Machine, outcome: Outcome, worst: float, timing: Timing) -> Record:
-    """The record of a timed case; its outcome and worst error are those of the same kernel on 1024 tokens."""
-    facts = {**timing.facts, "throttled_samples": timing.throttled, "verified_on": f"{CHECK_SEQLEN} tokens", "error_over_limit": worst}
+def record_of(kernel: Kernel, case: Case, machine: Machine, outcome: Outcome, worst: float, timing: Timing | None) -> Record:
+    """The record of a case; the outcome of one that was timed, and its worst error, are those of the same kernel on 1024 tokens."""
+    about = {
+        "stage": "timing", "kernel": kernel.name, "mask": case.mask.name, "outcome": outcome.to_json(), "case": case.id,
+        "shape": shape_of(case), "direction": str(case.direction), "process": PROCESS, "area": case.area, "flop": case.flop(),
+        "device": machine.name, "versions": versions(kernel), "commit": commit(), "command": command(),
+    }  # fmt: skip
+    facts = {"verified_on": f"{SMALL_SEQLEN} tokens", "error_over_limit": worst}
+    if timing is None:
+        return Record(**about, facts=facts)
     return Record(
-        stage="timing", kernel=kernel.name, mask=case.mask.name, outcome=outcome.to_json(), case=case.id, shape=shape_of(case),
-        direction=str(case.direction), samples_ms=timing.samples_ms, process=PROCESS, plan_ms=timing.plan_ms, compile_ms=timing.compile_ms,
-        launch_ms=timing.launch_ms, peak_bytes=timing.peak_bytes, area=case.area, flop=case.flop(), device=machine.name, facts=facts,
-        clocks=timing.clocks, versions=versions(kernel), commit=commit(),
+        **about, samples_ms=timing.samples_ms, plan_ms=timing.plan_ms, compile_ms=timing.compile_ms, launch_ms=timing.launch_ms,
+        peak_bytes=timing.peak_bytes, clocks=timing.clocks, facts={**timing.facts, "throttled_samples": timing.throttled, **facts},
     )  # fmt: skip
 
 
+def command() -> str:
+    """The command line without the folders of this machine."""
+    return " ".join(["python tests/gpu/bench_sparse.py", *(Path(word).name if "/" in word else word for word in sys.argv[1:])])
+
+
 def markdown(file: Path) -> str:
-    """The records of a file as a table: TFLOP/s of each kernel, block and heads, forward and backward, in the order of the file."""
-    rows: dict[tuple[str, ...], dict[str, str]] = {}
-    for record in map(Record.from_line, file.read_text(encoding="utf-8").splitlines()):
-        assert record.samples_ms and record.flop is not None
-        size = record.shape["blocks"].partition(" ")[0]
-        key = (f"{record.shape['seqlen_q']:,}", f"{record.shape['heads_q']}:{record.shape['heads_kv']}", size, f"`{record.kernel}`")
-        note = "" if record.kind == "passed" else f" ({record.kind}, {record.facts['error_over_limit']:.1f} times the limit)"
-        speed = record.flop / statistics.median(record.samples_ms) / 1e9
-        rows.setdefault(key, {})[str(record.direction)] = f"{speed:.0f}{note}"
-    head = ["| tokens | heads | block | kernel | fwd | bwd |", "|---|---|---|---|---|---|"]
-    lines = [f"| {' | '.join(key)} | {cells.get('fwd', '')} | {cells.get('bwd', '')} |" for key, cells in rows.items()]
-    return "\n".join(head + lines)
+    """The records of a file as a table: kernels in columns, TFLOP/s forward, then backward, then the milliseconds of the plan for both."""
+    records = [Record.from_line(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    kernels = list(dict.fromkeys(record.kernel for record in records))
+    lines = [f"| tokens | heads | block | density | {' | '.join(f'`{name}`' for name in kernels)} |", "|---" * (4 + len(kernels)) + "|"]
+    sections = {
+        "forward": [(record, speed_of(record)) for record in records if record.direction == "fwd"],
+        "backward": [(record, speed_of(record)) for record in records if record.direction == "bwd"],
+        "plan, ms": [(record, f"{record.plan_ms:.1f}") for record in records if record.direction == "bwd" and record.plan_ms is not None],
+    }
+    for name, found in sections.items():
+        lines.append(f"| {name} |" + " |" * (3 + len(kernels)))
+        rows: dict[tuple[str, ...], dict[str, str]] = {}
+        for record, text in found:
+            size, _, density = record.shape["blocks"].partition(" at ")
+            heads = f"{record.shape['heads_q']}:{record.shape['heads_kv']}"
+            key = (f"{record.shape['seqlen_q']:,}", heads, "64 to 128" if size == "variable" else size, density)
+            rows.setdefault(key, {})[record.kernel] = text
+        lines += [
+            f"| {' | '.join(key)} | {' | '.join(row.get(name, '') for name in kernels)} |"
+            for key, row in sorted(rows.items(), key=in_order)
+        ]
+    return "\n".join(lines)
+
+
+def in_order(row: tuple[tuple[str, ...], object]) -> tuple[object, ...]:
+    tokens, heads, block, density = row[0]
+    return int(tokens.replace(",", "")), -int(heads.partition(":")[2]), block == "64 to 128", int(block.split()[0]), float(density)
+
+
+def speed_of(record: Record) -> str:
+    if not record.samples_ms or record.flop is None:
+        return record.kind.replace("_", " ")
+    note = "" if record.kind == "passed" else f" ({record.facts['error_over_limit']:.1f} times the limit)"
+    return f"{record.flop / statistics.median(record.samples_ms) / 1e9:.0f}{note}"
 
 
 def time_indices() -> list[str]:
@@ -336,22 +316,22 @@ def milliseconds(job: object) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--do", default="sweep,index,compare")
+    parser.add_argument("--do", default="compare,index,sweep")
     parser.add_argument("--kernels", default=",".join(KERNELS))
     parser.add_argument("--sizes", default="64,128,1")
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--json", type=Path, help="a file that gets the records of the comparison")
+    parser.add_argument("--json", type=Path, help="a file that gets the records")
     parser.add_argument("--table", type=Path, help="only print the table of a file of records, as Markdown")
-    parser.add_argument("--check", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--densities", default="0.5", help=argparse.SUPPRESS)
+    parser.add_argument("--groups", help=argparse.SUPPRESS)
     parser.add_argument("--check-kernel", help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = [int(size) for size in options.sizes.split(",")]
     if options.table:
         print(markdown(options.table))
-    elif options.check is not None:
-        check_candidates(sizes, options.check, find_machine())
     elif options.check_kernel:
-        check_kernel(options.check_kernel, sizes, find_machine())
+        densities, groups = [float(x) for x in options.densities.split(",")], [int(x) for x in options.groups.split(",")]
+        check_kernel(options.check_kernel, sizes, densities, groups, find_machine())
     else:
         print("\n".join(["", *bench(options, sizes)]))
 
@@ -359,26 +339,34 @@ def main() -> None:
 def bench(options: argparse.Namespace, sizes: list[int]) -> list[str]:
     """Everything that was asked for; the lines to keep."""
     started, steps, names = time.monotonic(), options.do.split(","), options.kernels.split(",")
-    seconds = 60 * options.minutes
-    compares = "compare" in steps
-    checks = Checks(names if compares else [], sizes, "sweep" in steps, 0.4 * seconds)
+    deadline = started + 60 * options.minutes
+    uniform, dense = [size for size in sizes if size > 1], [name for name in DENSITY_KERNELS if name in names]
+    cells = {
+        "compare": (compared(names, options.shapes.split(","), sizes) if "compare" in steps else [], SHORT),
+        "density": (by_density(dense, uniform) if "density" in steps else [], LONG),
+    }
+    judged_names = [name for name in names if any(name == cell.kernel for some, _ in cells.values() for cell in some)]
+    checks = Checks(judged_names, sizes, list(DENSITIES) if "density" in steps else [0.5])
+    checks.collect(False, started + 0.35 * (deadline - started))
     print(f"checks took {time.monotonic() - started:.0f} s", flush=True)
     machine = find_machine()
     summary = [f"{machine.name}, torch {torch.__version__}"]
-    if "sweep" in steps:
-        summary += sweep(sizes, checks, machine, started + (0.65 if compares else 1.0) * seconds)
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(options.json.open("w", encoding="utf-8")) if options.json else None
+
+        def write(record: Record) -> None:
+            if file:
+                print(record.to_line(), file=file, flush=True)
+
+        timing = Bench(checks, machine, deadline, write)
+        for some, effort in cells.values():
+            summary += timing.lines(some, effort)
+    print(f"timings ended after {time.monotonic() - started:.0f} s", flush=True)
     if "index" in steps:
         summary += time_indices()
         torch.cuda.empty_cache()
-    if compares:
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(options.json.open("w", encoding="utf-8")) if options.json else None
-
-            def write(record: Record) -> None:
-                if file:
-                    print(record.to_line(), file=file, flush=True)
-
-            summary += Comparison(checks, machine, started + seconds, write).lines(names, options.shapes.split(","), sizes)
+    if "sweep" in steps:
+        summary += sweep(sizes, list(PARTS), machine, deadline)
     return summary
 
 

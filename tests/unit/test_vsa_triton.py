@@ -21,7 +21,7 @@ from pytest_longca.outcome import Passed
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="Triton was imported for a GPU, not for its interpreter")
 
 KERNEL = VsaTriton()
-ON_GPU = Configs(*[Config(32, 32, tma=True, in_registers=True)] * 3)
+ON_GPU = Configs(*[Config(32, 32, tma=True, in_registers=True, early=True)] * 3)
 """The paths that only a GPU's configurations take, in the interpreter's tiles."""
 
 ROUTES = ExplicitMap.of(

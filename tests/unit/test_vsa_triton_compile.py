@@ -31,6 +31,7 @@ def compiled(kernel: Any, config: Any, full: bool, grouped: bool, dim: int) -> d
     constants: dict[str, Any] = {
         "HEAD_DIM": dim, "HEAD_DIM_V": dim, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL_OWN": full, "FULL_OTHER": full,
         "PAD_D": False, "PAD_V": False, "TMA": tma, "IN_REGISTERS": config.keeps_in_registers(dim), "GROUPED": grouped,
+        "EARLY": config.early,
     }  # fmt: skip
     constants |= ({"stop": None} if full else {}) | ({} if grouped else {"part": None})
     read_by_tile = ("k", "v") if "part" not in kernel.arg_names else ("q", "do")
