@@ -1,10 +1,12 @@
 """How often the gate is wrong on this machine: alarms on equal builds, and planted slowdowns caught. Run on a GPU, as a script.
 
     PYTHONPATH=.:$SITE python tests/gpu/bench_gate.py --minutes 3 --out gate.json
+    PYTHONPATH=. python tests/gpu/bench_gate.py --minutes 5 --limit 10% --in-turns     # on a CPU: other cases, work planted by a loop
 
 Fresh processes, one after another, time the same short cases, each as it is and with work planted after it that makes it 5 % slower; one
 process first verifies every case and finds out how much work that is. Then the gate's own code compares 5 processes with 2 others: 300
 times, drawn at random, and as often as there are 5 neighbours and 2 later neighbours. A process takes some seconds: at least 20 are due.
+With --in-turns each sample has one of the same kernel beside it, as with --longca-anchor, and the gate compares the ratios.
 """
 
 import argparse
@@ -33,12 +35,12 @@ from pytest_longca.inputs import Inputs, make_inputs
 from pytest_longca.jobs import find_machine
 from pytest_longca.kernel import Call, Kernel
 from pytest_longca.machine import Machine
+from pytest_longca.options import percent
 from pytest_longca.outcome import Passed
 from pytest_longca.report.compare import compare, spread
 from pytest_longca.report.record import Record
-from pytest_longca.report.series import by_key
 from pytest_longca.report.verdict import Comparison, Limits, Verdict
-from pytest_longca.timing import CLOCKS, Clock, Effort, interleave
+from pytest_longca.timing import CLOCKS, Clock, Effort, Samples, interleave
 
 K = 1024
 TIMED: tuple[tuple[str, tuple[str, ...], tuple[int, ...]], ...] = (
@@ -48,20 +50,21 @@ TIMED: tuple[tuple[str, tuple[str, ...], tuple[int, ...]], ...] = (
     ("flashmask", ("causal", "causal_document", "prefix_lm_document"), (K, 2 * K, 4 * K)),
 )
 """58 cases, each forward and backward; 42 without the flash-attn package."""
-ON_CPU = (("naive", ("full", "causal"), (64, 96)),)
-"""What shows that the script runs: nobody's speed."""
-LIMITS = Limits()
+ON_CPU = tuple(
+    (name, ("full", "causal", "causal_sliding_window", "causal_document", "prefix_lm_causal"), (128, 192)) for name in ("naive", "sdpa")
+)
 LEAST_PROCESSES = 20
 NUM_COMPARISONS = 300
-BASELINE, LOOKS = LIMITS.processes, 2
+BASELINE, LOOKS = Limits().processes, 2
 WARM_UP_S = 0.02
 """Short, as one case follows another and the device is never idle."""
-EFFORT = Effort(min_samples=LIMITS.samples, max_samples=LIMITS.samples, patience_s=10.0, warm_up_s=WARM_UP_S)
-TRIAL = Effort(min_samples=15, max_samples=15, patience_s=10.0, warm_up_s=WARM_UP_S)
+EFFORT = Effort(min_samples=Limits().samples, max_samples=Limits().samples, patience_s=10.0, warm_up_s=WARM_UP_S)
+TRIAL = Effort(min_samples=20, max_samples=20, patience_s=10.0, warm_up_s=WARM_UP_S)
+ANCHOR = "the same kernel"
 UNITS_PER_MS = {"cuda": 1.8e6, "cpu": 1e6}
 """Units of planted work in a millisecond, about: cycles of the GPU's clock, or nanoseconds."""
-TOLERANCE = 0.005
-"""How far from 5 % a planted slowdown may be, in the process that finds it, for its case to count."""
+TOLERANCE = 0.1
+"""How far from the limit a planted slowdown may be, as a share of it, in the process that finds it, for its case to count."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +131,8 @@ def with_work(step: Callable[[], object], device: str, units: int) -> Callable[[
 class Bench:
     """A process's clock, and what it makes of cells."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float, in_turns: bool) -> None:
+        self.limit, self.in_turns = limit, in_turns
         self.machine = find_machine()
         self.clock: Clock = CLOCKS[self.machine.device]()
 
@@ -142,41 +146,40 @@ class Bench:
                 say(f"not timed: {cell.name}")
                 continue
             inputs = make_inputs(cell.case, self.machine.device)
-            step = step_of(kernel_named(cell.kernel).bind(cell.case, inputs), inputs, cell.case.direction)
-            step()
-            found[cell.name] = self.work_of_limit(step) if units is None else self.both(step, units[cell.name])
+            step, anchor = (step_of(kernel_named(cell.kernel).bind(cell.case, inputs), inputs, cell.case.direction) for _ in range(2))
+            step(), anchor()
+            found[cell.name] = self.work_of_limit(step) if units is None else self.both(step, anchor, units[cell.name])
         return found
 
     def is_right(self, cell: Cell) -> bool:
         return isinstance(verify(kernel_named(cell.kernel), cell.case, self.machine, ("truth",)).outcome, Passed)
 
-    def samples(self, step: Callable[[], object], effort: Effort) -> tuple[list[float], dict[str, Any]]:
-        call_ms, launch_ms = self.clock.wall(step)[0], self.clock.launch(step)
-        taken = interleave(self.clock, [step], effort, call_ms, launch_ms)
-        return taken.of_steps[0], taken.clocks
+    def samples(self, steps: Sequence[Callable[[], object]], effort: Effort) -> Samples:
+        call_ms, launch_ms = (max(map(measure, steps)) for measure in (lambda step: self.clock.wall(step)[0], self.clock.launch))
+        return interleave(self.clock, steps, effort, call_ms, launch_ms)
 
-    def both(self, step: Callable[[], object], units: int) -> dict[str, Any]:
-        (plain, clocks), (planted, planted_clocks) = (
-            self.samples(run, EFFORT) for run in (step, with_work(step, self.machine.device, units) if units else step)
-        )
-        return {"plain": [plain, clocks], "planted": [planted, planted_clocks] if units else None}
+    def both(self, step: Callable[[], object], anchor: Callable[[], object], units: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, run in {"plain": step, **({"planted": with_work(step, self.machine.device, units)} if units else {})}.items():
+            taken = self.samples([run, anchor] if self.in_turns else [run], EFFORT)
+            found[name] = {"samples": taken.of_steps, "clocks": taken.clocks}
+        return found
 
     def work_of_limit(self, step: Callable[[], object]) -> int:
         """The work that makes the step as much slower as the gate must catch; 0 where a launch alone costs more."""
-        assert LIMITS.slower
-        plain = self.median(step)
-        guess = UNITS_PER_MS[self.machine.device] * LIMITS.slower * plain
-        few, many = (self.median(with_work(step, self.machine.device, int(guess * share))) for share in (0.5, 1.5))
-        if many <= few:
-            return 0
-        units = int(guess * (0.5 + (plain * (1 + LIMITS.slower) - few) / (many - few)))
+        (plain,) = self.medians(step)
+        guess = UNITS_PER_MS[self.machine.device] * self.limit * plain
+        if self.machine.device == "cpu":  # a loop lasts as long as it says
+            return int(guess)
+        plain, few, many = self.medians(step, *(with_work(step, self.machine.device, int(guess * share)) for share in (0.5, 1.5)))
+        units = int(guess * (0.5 + (plain * (1 + self.limit) - few) / (many - few))) if many > few else 0
         if units < 1:
             return 0
-        got = self.median(with_work(step, self.machine.device, units)) / plain - 1
-        return units if abs(got - LIMITS.slower) <= TOLERANCE else 0
+        plain, planted = self.medians(step, with_work(step, self.machine.device, units))
+        return units if abs(planted / plain - 1 - self.limit) <= TOLERANCE * self.limit else 0
 
-    def median(self, step: Callable[[], object]) -> float:
-        return statistics.median(self.samples(step, TRIAL)[0])
+    def medians(self, *steps: Callable[[], object]) -> list[float]:
+        return [statistics.median(samples) for samples in self.samples(steps, TRIAL).of_steps]
 
 
 def child() -> None:
@@ -185,7 +188,8 @@ def child() -> None:
         with contextlib.suppress(ImportError):
             catalogue.load(catalogue.KERNELS[name])
     request = json.loads(sys.stdin.readline())
-    print("\x1e" + json.dumps({"device": (bench := Bench()).machine.name, "found": bench.run(request["units"])}), flush=True)
+    bench = Bench(request["limit"], request["in_turns"])
+    print("\x1e" + json.dumps({"device": bench.machine.name, "found": bench.run(request["units"])}), flush=True)
 
 
 class Child:
@@ -195,8 +199,8 @@ class Child:
         command = [sys.executable, __file__, "--child"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(self, units: dict[str, int] | None) -> dict[str, Any]:
-        output, _ = self._process.communicate(json.dumps({"units": units}) + "\n")
+    def run(self, **request: Any) -> dict[str, Any]:
+        output, _ = self._process.communicate(json.dumps(request) + "\n")
         lines = [line for line in output.split("\n") if line.startswith("\x1e")]
         if self._process.returncode or not lines:
             raise SystemExit(f"a process ended with {self._process.returncode}:\n{output[-2000:]}")
@@ -214,15 +218,17 @@ class Child:
 class Runs:
     """Records of each process, in the order in which they ran, as they were and with planted work."""
 
-    plain: list[list[Record]]
-    planted: list[list[Record]]
+    limits: Limits
+    anchor: str | None
+    plain: list[list[Record]] = dataclasses.field(default_factory=list)
+    planted: list[list[Record]] = dataclasses.field(default_factory=list)
 
     def comparison(self, old: Sequence[int], new: Sequence[int], planted: bool = False) -> Comparison:
         """The gate on some processes against others."""
         later = self.planted if planted else self.plain
-        known = {record.case for record in later[0]} if planted else None
+        known = {(record.kernel, record.case) for record in later[0]} if planted else None
         was, now = ([record for number in numbers for record in source[number]] for numbers, source in ((old, self.plain), (new, later)))
-        return compare([record for record in was if known is None or record.case in known], now)
+        return compare([record for record in was if known is None or (record.kernel, record.case) in known], now, self.limits, self.anchor)
 
 
 def records_of(found: dict[str, Any], kind: str, process: int, device: str) -> list[Record]:
@@ -230,12 +236,11 @@ def records_of(found: dict[str, Any], kind: str, process: int, device: str) -> l
     records = []
     for name, taken in found.items():
         kernel, case = name.split(" ", 1)
-        if taken[kind]:
-            samples, clocks = taken[kind]
-            about: dict[str, Any] = {"kernel": kernel, "mask": case.partition("(")[0], "case": case, "device": device, "clocks": clocks}
-            records.append(
-                Record(stage="timing", outcome=Passed().to_json(), samples_ms=samples, process=f"p{process}", versions={}, **about)
-            )
+        if kind in taken:
+            samples, *beside = taken[kind]["samples"]
+            about: dict[str, Any] = {"kernel": kernel, "mask": case.partition("(")[0], "case": case, "device": device}
+            about |= {"facts": {"anchor": ANCHOR, "anchor_samples_ms": beside[0]} if beside else {}, "clocks": taken[kind]["clocks"]}
+            records.append(Record(stage="timing", outcome=Passed().to_json(), samples_ms=samples, process=f"p{process}", **about))
     return records
 
 
@@ -278,8 +283,8 @@ def figures(runs: Runs) -> dict[str, Any]:
         found[f"equal builds, {name}"] = tally([runs.comparison(old, new) for old, new in pairs(num)])
         if runs.planted[0]:
             found[f"planted, {name}"] = tally([runs.comparison(old, new, planted=True) for old, new in pairs(num)])
-    assert LIMITS.slower
-    found["cases noisier than an eighth of the limit, over all processes"] = sum(value > LIMITS.slower / 8 for value in noise.values())
+    assert runs.limits.slower
+    found["cases noisier than an eighth of the limit, over all processes"] = sum(value > runs.limits.slower / 8 for value in noise.values())
     found["noisiest"] = sorted(((round(value, 5), name) for name, value in noise.items()), reverse=True)[:8]
     found["planted slowdowns"] = sorted(round(slowdown, 4) for slowdown in slowdowns(runs))
     return found
@@ -292,29 +297,36 @@ def slowdowns(runs: Runs) -> list[float]:
 
 
 def medians_of(processes: list[list[Record]]) -> dict[str, list[float]]:
-    """The medians of each case, in the order of the processes, in milliseconds."""
-    series = by_key(itertools.chain.from_iterable(processes))
-    return {f"{key.kernel} {key.case}": list(found.medians_ms(1).values()) for key, found in series.items()}
+    """The medians of each case, in the order of the processes: in milliseconds, or over the anchor's beside them."""
+    found: dict[str, list[float]] = {}
+    for record in itertools.chain.from_iterable(processes):
+        assert record.samples_ms
+        beside = record.facts.get("anchor_samples_ms")
+        median = statistics.median(record.samples_ms) / (statistics.median(beside) if beside else 1.0)
+        found.setdefault(f"{record.kernel} {record.case}", []).append(median)
+    return found
 
 
-def collect(minutes: float, most: int, out: Path | None) -> Runs:
+def collect(args: argparse.Namespace) -> Runs:
     """As many processes as the time has room for. The next one imports while one is timing."""
-    deadline, runs, last = time.monotonic() + 60 * minutes, Runs([], []), 0.0
+    deadline, last = time.monotonic() + 60 * args.minutes, 0.0
+    runs = Runs(Limits(slower=args.limit), ANCHOR if args.in_turns else None)
+    ask = {"limit": args.limit, "in_turns": args.in_turns}
     waiting = Child()
     try:
         current, waiting = waiting, Child()
-        units: dict[str, int] = current.run(None)["found"]
+        units: dict[str, int] = current.run(units=None, **ask)["found"]
         left = deadline - time.monotonic()
         say(f"{len(units)} cases are right, {sum(map(bool, units.values()))} of them can be planted, {left:.0f} s are left")
-        while len(runs.plain) < most and time.monotonic() + last < deadline:
+        while len(runs.plain) < args.processes and time.monotonic() + last < deadline:
             began = time.monotonic()
             current, waiting = waiting, Child()
-            answer = current.run(units)
+            answer = current.run(units=units, **ask)
             number = len(runs.plain)
             for into, kind in ((runs.plain, "plain"), (runs.planted, "planted")):
                 into.append(records_of(answer["found"], kind, number, answer["device"]))
             last = time.monotonic() - began
-            save(out, runs, None)
+            save(args.out, runs, None)
     finally:
         waiting.close()
     return runs
@@ -325,7 +337,8 @@ def save(out: Path | None, runs: Runs, found: dict[str, Any] | None) -> None:
     if out is None:
         return
     medians = {"plain": medians_of(runs.plain), "planted": medians_of(runs.planted)}
-    data = {"device": runs.plain[0][0].device, "torch": torch.__version__, "figures": found, "medians_ms": medians}
+    data = {"device": runs.plain[0][0].device, "torch": torch.__version__, "figures": found, "in_turns": runs.anchor is not None}
+    data["medians_ms_or_ratios"] = medians
     partial = out.with_suffix(".partial")
     partial.write_text(json.dumps(data, indent=1))
     os.replace(partial, out)
@@ -336,12 +349,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--processes", type=int, default=40, help="no more than these")
     parser.add_argument("--out", type=Path, help="a JSON file for the medians and the figures")
+    parser.add_argument("--limit", type=percent, default="5%", help="the slowdown that must be caught, and is planted")
+    parser.add_argument("--in-turns", action="store_true", help="compare ratios to the same kernel, sampled in turns")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         child()
         return 0
-    runs = collect(args.minutes, args.processes, args.out)
+    runs = collect(args)
     if len(runs.plain) < BASELINE + LOOKS:
         say(f"{len(runs.plain)} processes are too few to compare")
         return 1
