@@ -46,6 +46,9 @@ class Arithmetic(Protocol):
     def rough(self, x: Tensor) -> Tensor:
         """A tensor in what is good enough for limits (three digits)."""
 
+    def columns(self, *columns: Tensor) -> Tensor:
+        """A few columns `[..., n]`, rough and side by side; zeros may follow, for the matrix units want whole blocks of them."""
+
     def product(self, a: Parts, b: Parts) -> Tensor:
         """The product of two tensors given in parts, in `work`."""
 
@@ -81,6 +84,9 @@ class Exact:
 
     def rough(self, x: Tensor) -> Tensor:
         return x
+
+    def columns(self, *columns: Tensor) -> Tensor:
+        return torch.stack(columns, -1)
 
     def product(self, a: Parts, b: Parts) -> Tensor:
         return a[0] @ b[0]
@@ -123,6 +129,10 @@ class Split:
     def rough(self, x: Tensor) -> Tensor:
         return x.to(torch.bfloat16)
 
+    def columns(self, *columns: Tensor) -> Tensor:
+        nothing = torch.zeros_like(columns[0])
+        return torch.stack((*columns, *(-len(columns) % MATRIX_COLUMNS * (nothing,))), -1).to(torch.bfloat16)
+
     def product(self, a: Parts, b: Parts) -> Tensor:
         pairs = [(one, other) for one in a for other in b]
         total = _bmm(*pairs[0])
@@ -131,10 +141,7 @@ class Split:
         return total
 
     def bound(self, a: Tensor, b: Tensor) -> Tensor:
-        columns = b.shape[-1]
-        if columns % MATRIX_COLUMNS:  # a few columns of sums: matrix units want whole ones
-            b = torch.nn.functional.pad(b, (0, -columns % MATRIX_COLUMNS))
-        return _bmm(a, b)[..., :columns]
+        return _bmm(a, b)
 
     def exponentials(self, scores: Tensor, highest: Tensor, scale: float, factor: Tensor | None = None) -> Weights:
         p, high, low, square, fourth = self._exponentials(scores, highest, scale, factor)

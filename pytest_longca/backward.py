@@ -29,7 +29,8 @@ class Backward:
         self.dq_fourths = zeros(*rows)
         self.dk, self.dv = zeros(*keys, case.head_dim), zeros(*keys, case.head_dim_v)
         self.dk_absolute, self.dv_absolute = zeros(*keys, case.head_dim), zeros(*keys, case.head_dim_v)
-        self.squares = zeros(*keys, 4)  # of dv, of dk by D, evenness, P
+        self.squares = zeros(*keys, 2)  # of dv, of dk by D
+        self.evenness = zeros(*keys, 2)  # sums of P times it, and of P
         self.dk_squares, self.dk_fourths = zeros(*keys, 1), zeros(*keys, 1)
         self.dk_terms = zeros(*keys, 1) if ops.same_p else self.dk_squares
         self.fourths = zeros(*keys, 2)  # of dv, of dk by D
@@ -55,9 +56,9 @@ class Backward:
         dv, dk = absolute.split([ops.case.head_dim_v, ops.case.head_dim], -1)
         ops.add_keys(self.dv_absolute, piece, dv)
         ops.add_keys(self.dk_absolute, piece, dk)
-        plain = ar.bound(weights.size.mT, rows.evenness)
-        ops.add_keys(self.squares, piece, torch.cat([ar.bound(square.mT, rows.squares), plain], -1))
-        ops.add_keys(self.fourths, piece, ar.bound(fourth.mT, rows.fourths))
+        ops.add_keys(self.squares, piece, ar.bound(square.mT, rows.squares)[..., :2])
+        ops.add_keys(self.evenness, piece, ar.bound(weights.size.mT, rows.evenness)[..., :2])
+        ops.add_keys(self.fourths, piece, ar.bound(fourth.mT, rows.fourths)[..., :2])
         if ops.rounding.flush:
             lost = ar.rough(flushed(weights.value, ops.rounding.flush))
             ops.add_keys(self.flushed["dv"], piece, ar.bound(lost.mT, rows.do_absolute))
@@ -73,14 +74,13 @@ class Backward:
         key_absolute = ar.rough(k.abs())
         self._to_rows(self.dq_absolute, rows, ar.bound(size, key_absolute))
         ops.add_keys(self.dk_absolute, piece, ar.bound(size.mT, rows.q_absolute))
-        k_norm2 = ops.keys(ops.k_norm2, piece)[..., None]
-        self._to_rows(self.dq_squares, rows, ar.bound(square, ar.rough(k_norm2))[..., 0])
-        self._to_rows(self.dq_fourths, rows, ar.bound(fourth, ar.rough(k_norm2.square()))[..., 0])
+        self._to_rows(self.dq_squares, rows, ar.bound(square, ops.keys(ops.key_squares, piece))[..., 0])
+        self._to_rows(self.dq_fourths, rows, ar.bound(fourth, ops.keys(ops.key_fourths, piece))[..., 0])
         if ops.same_p:
             square, fourth, term = self._of_one_query(size, ds.value)
-            ops.add_keys(self.dk_terms, piece, ar.bound(term.mT, rows.q_squares))
-        ops.add_keys(self.dk_squares, piece, ar.bound(square.mT, rows.q_squares))
-        ops.add_keys(self.dk_fourths, piece, ar.bound(fourth.mT, rows.q_fourths))
+            ops.add_keys(self.dk_terms, piece, ar.bound(term.mT, rows.q_squares)[..., :1])
+        ops.add_keys(self.dk_squares, piece, ar.bound(square.mT, rows.q_squares)[..., :1])
+        ops.add_keys(self.dk_fourths, piece, ar.bound(fourth.mT, rows.q_fourths)[..., :1])
         if ops.rounding.flush:
             lost = flushed(ds.value.abs(), ops.rounding.flush)
             lost = ar.rough(torch.maximum(lost, _follows(flushed(p, ops.rounding.flush), p, ds.value)))
@@ -110,7 +110,7 @@ class Backward:
         return tuple(ops.arithmetic.rough(ops.shares(x)) for x in (error, error * term, term))
 
     def _to_rows(self, total: Tensor, rows: "_Rows", of_tile: Tensor) -> None:
-        total[:, :, rows.rows] += self.ops.grouped(of_tile, rows.rows)
+        total[:, :, rows.rows].add_(self.ops.grouped(of_tile, rows.rows))
 
     def finish(self) -> dict[str, tuple[Tensor, Bound]]:
         """The gradients with their bounds, in the reference's layout."""
@@ -166,7 +166,7 @@ class Backward:
             growth=self._growth_of_keys(),
             mean=ops.shared_query(ops.do),
             flushed=self.flushed.get("dv"),
-            evenness=self.squares[..., 2] / self.squares[..., 3].clamp_min(TINY),
+            evenness=self.evenness[..., 0] / self.evenness[..., 1].clamp_min(TINY),
             parts=squares if ops.case.group > 1 else None,
             num_parts=ops.case.group,
             columns=ops.columns_dv,
@@ -194,27 +194,28 @@ class _Rows:
         def flat(x: Tensor) -> Tensor:
             return ops.flat(x, tile.rows)
 
-        q, self.do, growth = flat(ops.q), flat(ops.do), flat(ops.growth)[..., None]
+        q, self.do, growth = flat(ops.q), flat(ops.do), flat(ops.growth)
         self.delta = (self.do * flat(forward.out)).sum(-1, keepdim=True)
         self.q_parts, self.do_parts = ar.parts(q), ar.parts(self.do)
-        error = _delta_rounding(ops, forward, tile.rows).flatten(1, 2)[..., None]
-        other = ops.rounding.ratio * flat(ops.dp)[..., None]
-        self.do_absolute = ar.rough(self.do.abs() * growth)
-        self.q_absolute = ar.rough(q.abs() * growth)
-        self.weighted = torch.cat([self.do_absolute, ar.rough(q.abs() * (error + other))], -1)
-        q2, do2 = flat(ops.q_norm2)[..., None], flat(ops.do_norm2)[..., None]
+        error = _delta_rounding(ops, forward, tile.rows).flatten(1, 2)
+        other = ops.rounding.ratio * flat(ops.dp)
+        q_size, growth2 = q.abs(), growth.square()
+        self.do_absolute = ar.rough(self.do.abs() * growth[..., None])
+        self.q_absolute = ar.rough(q_size * growth[..., None])
+        self.weighted = torch.cat([self.do_absolute, ar.rough(q_size * (error + other)[..., None])], -1)
+        q2, do2 = flat(ops.q_norm2), flat(ops.do_norm2)
         of_delta = q2 * (error.square() + other.square())
-        squares = torch.cat([do2 * growth.square(), of_delta], -1)
-        fourths = squares.square()
+        squares = [do2 * growth2, of_delta]
+        fourths = [x.square() for x in squares]
         if ops.same_p:  # the heads of a group are one term, of the sum of their do, and of dk all along the one q
-            of_do = ops.over_group(self.do.to(ar.work) * growth).square().sum(-1, keepdim=True)
-            of_group = torch.cat([of_do, ops.over_group(of_delta) * (ops.group if ops.same_ds else 1)], -1)
-            squares, fourths = ops.shares(of_group), ops.shares(of_group.square())
-        self.squares, self.fourths = ar.rough(squares), ar.rough(fourths)
-        q_squares = q2 * growth.square()
-        self.q_squares, self.q_fourths = ar.rough(q_squares), ar.rough(q_squares.square())
-        evenness = flat(forward.evenness)[..., None]
-        self.evenness = ar.rough(torch.cat([evenness, torch.ones_like(evenness)], -1))
+            of_do = ops.over_group(self.do.to(ar.work) * growth[..., None]).square().sum(-1)
+            of_group = [of_do, ops.over_group(of_delta) * (ops.group if ops.same_ds else 1)]
+            squares, fourths = [ops.shares(x) for x in of_group], [ops.shares(x.square()) for x in of_group]
+        self.squares, self.fourths = ar.columns(*squares), ar.columns(*fourths)
+        q_squares = q2 * growth2
+        self.q_squares, self.q_fourths = ar.columns(q_squares), ar.columns(q_squares.square())
+        evenness = flat(forward.evenness)
+        self.evenness = ar.columns(evenness, torch.ones_like(evenness))
 
 
 def _delta_rounding(ops: Operands, forward: Forward, rows: slice = slice(None)) -> Tensor:
@@ -224,7 +225,7 @@ def _delta_rounding(ops: Operands, forward: Forward, rows: slice = slice(None)) 
     in_fp32 = ops.rounding.ratio * fp32_steps(ops.case.head_dim_v)
     of_sum = in_fp32**2 * ops.do_norm2[:, :, rows] * out.square().sum(-1)
     # <do, V>: directions of their own, and the one that the values share.
-    along_do = ops.do_norm2[:, :, rows] / ops.case.head_dim_v + (do.to(out.dtype) * ops.shared_key(ops.v)).sum(-1).square()
+    along_do = ops.do_norm2[:, :, rows] / ops.case.head_dim_v + (do.to(out.dtype) * ops.shared_v).sum(-1).square()
     of_terms = forward.squares[:, :, rows, 0] * along_do
     return (ops.growth[:, :, rows].square() * (of_out + of_terms) + of_sum).sqrt()
 

@@ -13,6 +13,9 @@ from pytest_longca.sweep import Piece, RowTile
 TINY = 1e-37
 """What an empty sum is divided by."""
 
+POWERS = (1, 1, 1, 2, 4)
+"""The powers of P that `_Running` sums."""
+
 
 class Forward:
     """Visits row tiles; afterwards `out`, `lse` and what the backward needs are there, `[stacks, group, seqlen_q, ...]`."""
@@ -35,7 +38,7 @@ class Forward:
     def visit(self, tile: RowTile) -> Tensor | None:
         """Compute a row tile. Gives its scores if they are in one piece, for the backward to use again."""
         ops = self.ops
-        sums = _Running(ops, tile)
+        sums = _Running(ops)
         scores = None
         for piece in tile.pieces:
             scores = ops.scores(tile, piece)
@@ -48,17 +51,19 @@ class Forward:
         return scores if len(tile.pieces) == 1 else None
 
     def _store(self, tile: RowTile, sums: "_Running") -> None:
-        rows = tile.rows
-        total = sums.total.clamp_min(TINY)  # an empty row has total 0 and nothing but zeros to divide
-        first, absolute, key = sums.first / total, sums.absolute / total, sums.keys / total
-        self.out[:, :, rows] = self.ops.grouped(first, rows)
+        assert sums.highest is not None
+        rows, (row_sum, first, sides, norms, fourths) = tile.rows, sums.sums
+        total = row_sum.clamp_min(TINY)  # an empty row has total 0 and nothing but zeros to divide
+        absolute, key = (sides / total).split([self.ops.case.head_dim_v, self.ops.case.head_dim], -1)
+        squares = norms[..., :3] / total.square()
+        self.out[:, :, rows] = self.ops.grouped(first / total, rows)
         self.absolute[:, :, rows] = self.ops.grouped(absolute, rows)
         self.mean_key[:, :, rows] = self.ops.grouped(torch.linalg.vector_norm(key, dim=-1), rows)
-        self.squares[:, :, rows] = self.ops.grouped((sums.squares / total.square()), rows)
-        self.fourths[:, :, rows] = self.ops.grouped(sums.fourths[..., 0] / total[..., 0] ** 4, rows)
+        self.squares[:, :, rows] = self.ops.grouped(squares, rows)
+        self.fourths[:, :, rows] = self.ops.grouped(fourths[..., 0] / total[..., 0] ** 4, rows)
         self.highest[:, :, rows] = self.ops.grouped(_finite(sums.highest)[..., 0], rows)
-        self.total[:, :, rows] = self.ops.grouped(sums.total[..., 0], rows)
-        shortfall = 1 - sums.squares[..., 2] / total[..., 0]
+        self.total[:, :, rows] = self.ops.grouped(row_sum[..., 0], rows)
+        shortfall = 1 - norms[..., 2] / total[..., 0]
         ulp = 4 * self.ops.rounding.unit
         self.evenness[:, :, rows] = self.ops.grouped(torch.exp(-2 * (math.pi * shortfall / ulp).square()), rows)
 
@@ -73,14 +78,14 @@ class Forward:
         assert self.flushed is not None and ops.rounding.flush
         for piece in tile.pieces:
             p = self.weights(tile, ops.scores(tile, piece) if scores is None else scores).value
-            v, norm2 = ar.rough(ops.keys(ops.v, piece).abs()), ar.rough(ops.keys(ops.v_norm2, piece)[..., None])
+            v = ar.rough(ops.keys(ops.v, piece).abs())
             as_rounded = widened(p, ops.rounding.flush)
-            self.flushed[:, :, rows] += ops.grouped(ar.bound(ar.rough(flushed(p, ops.rounding.flush)), v), rows)
-            self.absolute[:, :, rows] += ops.grouped(ar.bound(ar.rough(as_rounded - p), v), rows)
-            squares = ar.bound(ar.rough(as_rounded.square() - p.square()), norm2)
-            self.squares[:, :, rows, 0] += ops.grouped(squares[..., 0], rows)
-            fourths = ar.bound(ar.rough(as_rounded**4 - p**4), norm2.square())
-            self.fourths[:, :, rows] += ops.grouped(fourths[..., 0], rows)
+            self.flushed[:, :, rows].add_(ops.grouped(ar.bound(ar.rough(flushed(p, ops.rounding.flush)), v), rows))
+            self.absolute[:, :, rows].add_(ops.grouped(ar.bound(ar.rough(as_rounded - p), v), rows))
+            squares = ar.bound(ar.rough(as_rounded.square() - p.square()), ops.keys(ops.key_norms, piece))
+            self.squares[:, :, rows, 0].add_(ops.grouped(squares[..., 0], rows))
+            fourths = ar.bound(ar.rough(as_rounded**4 - p**4), ops.keys(ops.value_fourths, piece))
+            self.fourths[:, :, rows].add_(ops.grouped(fourths[..., 0], rows))
 
     def finish(self) -> dict[str, tuple[Tensor, Bound]]:
         """Out and lse with their bounds, in the reference's layout."""
@@ -91,7 +96,7 @@ class Forward:
             squares=squares,
             concentrated=concentrated(self.fourths * ops.growth**4, squares, squares),
             growth=ops.growth,
-            mean=ops.shared_key(ops.v),
+            mean=ops.shared_v,
             flushed=self.flushed,
             evenness=self.evenness,
         )
@@ -112,39 +117,34 @@ class Forward:
 class _Running:
     """Sums over a row tile's pieces, relative to the highest score so far: `[stacks, group * rows, ...]`."""
 
-    def __init__(self, ops: Operands, tile: RowTile) -> None:
+    def __init__(self, ops: Operands) -> None:
         self.ops = ops
-        rows = ops.group * (tile.rows.stop - tile.rows.start)
-        case = ops.case
-
-        def zeros(width: int) -> Tensor:
-            return ops.q.new_zeros(ops.stacks, rows, width, dtype=ops.arithmetic.work)
-
-        self.highest = zeros(1).fill_(-math.inf)
-        self.total = zeros(1)
-        self.first, self.absolute = zeros(case.head_dim_v), zeros(case.head_dim_v)
-        self.keys = zeros(case.head_dim)
-        self.squares, self.fourths = zeros(3), zeros(1)
+        self.highest: Tensor | None = None
+        self.sums: tuple[Tensor, ...] = ()
 
     def add(self, piece: Piece, scores: Tensor) -> None:
-        ops, ar = self.ops, self.ops.arithmetic
-        if not scores.shape[-1]:
-            return
-        highest = torch.maximum(self.highest, scores.amax(-1, keepdim=True))
+        ops, highest = self.ops, scores.amax(-1, keepdim=True)
+        if self.highest is not None:
+            highest = torch.maximum(self.highest, highest)
         shift = _finite(highest)
-        weights = ar.exponentials(scores, shift, ops.scale)
-        before = ((self.highest - shift) * ops.scale).exp()
-        self.highest = highest
-        self.total = self.total * before + weights.value.sum(-1, keepdim=True)
+        found = self._of_piece(piece, ops.arithmetic.exponentials(scores, shift, ops.scale))
+        if self.highest is not None:
+            before = ((self.highest - shift) * ops.scale).exp()
+            found = tuple(old * before**power + new for old, new, power in zip(self.sums, found, POWERS, strict=True))
+        self.highest, self.sums = highest, found
+
+    def _of_piece(self, piece: Piece, weights: Weights) -> tuple[Tensor, ...]:
+        """The sums of a piece: of P, of P V, of P |V| and P K side by side, of P^2 with the norms, of P^4."""
+        ops, ar = self.ops, self.ops.arithmetic
         k, v = ops.keys(ops.k, piece), ops.keys(ops.v, piece)
-        self.first = self.first * before + ar.product(weights.parts, ar.parts(v))
         sides = torch.cat([ar.rough(v.abs()), ar.rough(k)], -1)
-        absolute, keys = ar.bound(weights.size, sides).split([v.shape[-1], k.shape[-1]], -1)
-        self.absolute, self.keys = self.absolute * before + absolute, self.keys * before + keys
-        v_norm2 = ops.keys(ops.v_norm2, piece)
-        norms = torch.stack([v_norm2, ops.keys(ops.k_norm2, piece), torch.ones_like(scores[:, 0])], -1)
-        self.squares = self.squares * before.square() + ar.bound(weights.square, ar.rough(norms))
-        self.fourths = self.fourths * before**4 + ar.bound(weights.fourth, ar.rough(v_norm2.square()[..., None]))
+        return (
+            weights.value.sum(-1, keepdim=True),
+            ar.product(weights.parts, ar.parts(v)),
+            ar.bound(weights.size, sides),
+            ar.bound(weights.square, ops.keys(ops.key_norms, piece)),
+            ar.bound(weights.fourth, ops.keys(ops.value_fourths, piece)),
+        )
 
 
 def _finite(highest: Tensor) -> Tensor:

@@ -35,6 +35,11 @@ class Operands:
         self.k, self.v = (self._keys(arithmetic.native(x)) for x in (inputs.k, inputs.v))
         self.k_norm2, self.v_norm2 = (_norm2(x, arithmetic.work) for x in (self.k, self.v))
         self.q_norm2, self.do_norm2 = (_norm2(x, arithmetic.work) for x in (self.q, self.do))
+        self.shared_v = self.shared_key(self.v)
+        ar, ones = arithmetic, torch.ones_like(self.k_norm2)
+        self.key_norms = ar.columns(self.v_norm2, self.k_norm2, ones)
+        self.key_squares, self.key_fourths = ar.columns(self.k_norm2), ar.columns(self.k_norm2.square())
+        self.value_fourths = ar.columns(self.v_norm2.square())
         self.query_deviations = deviations(case.batch * case.heads_q * case.seqlen_q)
         self.key_deviations = deviations(case.batch * case.heads_kv * case.seqlen_kv)
         self.visibility = Visibility(case, self.device)
@@ -94,7 +99,8 @@ class Operands:
     def add_keys(self, total: Tensor, piece: Piece, of_stacks: Tensor) -> None:
         """Add what was found for a piece of each stack, `[stacks, keys, ...]`, to `total` `[batch * heads_kv, seqlen_kv, ...]`."""
         if isinstance(piece.keys, slice):
-            total[:, piece.keys] += of_stacks.unflatten(0, (total.shape[0], -1)).sum(1) if self.stacks != total.shape[0] else of_stacks
+            # Not `+=`, which would write the sum into its place once more.
+            total[:, piece.keys].add_(of_stacks.unflatten(0, (total.shape[0], -1)).sum(1) if self.stacks != total.shape[0] else of_stacks)
         else:  # padding is invisible, so what it adds to key 0 is 0
             total.flatten(0, 1).index_add_(0, self._flat_index(piece).flatten(), of_stacks.flatten(0, 1))
 

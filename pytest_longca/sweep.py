@@ -28,7 +28,9 @@ class Budget:
     keys: int
 
 
-SHARED_GPU = Budget(512, 128, 4096)
+SHARED_GPU = Budget(1024, 128, 2048)
+"""Starting a tile's operations takes a GPU's host some milliseconds: as long as 64 heads of a tile so tall waste beside a diagonal."""
+
 PER_HEAD_GPU = Budget(64, 64, 8192)
 SHARED_CPU = Budget(128, 64, 2048)
 PER_HEAD_CPU = Budget(64, 64, 2048)
