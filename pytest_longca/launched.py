@@ -26,6 +26,11 @@ def muted(options: Options) -> Options:
     return dataclasses.replace(options, values=options.values | dict.fromkeys(FILES))
 
 
+def agreement(options: Options) -> str:
+    """What must be the same on every rank, or they would run different cells and wait for each other."""
+    return repr({name: sorted(value) if isinstance(value, frozenset) else value for name, value in muted(options).values.items()})
+
+
 class Silence:
     """A plugin that keeps a silent rank's terminal output to itself."""
 

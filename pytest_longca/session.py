@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_longca.budget import Budget
 from pytest_longca.catalogue import Catalogue
 from pytest_longca.errors import DidNotRun, InvalidArgument
-from pytest_longca.launched import launched_size
+from pytest_longca.launched import agreement, launched_size
 from pytest_longca.machine import Machine
 from pytest_longca.options import Options, select
 from pytest_longca.outcome import NotInstalled, Outcome, TimedOut, Unsupported
@@ -248,7 +248,7 @@ class Session:
         from pytest_longca.parallel.pool import Pool
 
         if world not in self._pools:
-            self._pools[world] = OwnRanks() if launched_size() else Pool(world, self.machine.device)
+            self._pools[world] = OwnRanks(agreement(self.options)) if launched_size() else Pool(world, self.machine.device)
         return self._pools[world]
 
     def times(self) -> list[str]:

@@ -345,11 +345,11 @@ def main(arguments: Sequence[str] | None = None, output: TextIO = sys.stdout) ->
     try:
         settings = settings_of(options, int(os.environ.get("WORLD_SIZE", 1)))
         settings.refuse_if_nothing_fits()
+        world = session_world()
     except LongcaError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         return 2
-    world = session_world()
     if not world.agrees_on(repr(settings)):
         if world.rank == 0:
             print("error: the ranks were started with different options: give every rank the same command line", file=sys.stderr)

@@ -19,10 +19,12 @@ from pytest_longca.processes import choose_triton_mode
 class OwnRanks:
     """What `Pool` is to processes that it starts, for the ranks that are already there. Every rank must make the same calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: str = "") -> None:
+        """`options`: see `launched.agreement`. Raises InvalidArgument if the ranks do not meet."""
         choose_triton_mode()
         self._world = session_world()
-        self._broken: str | None = None
+        same = self._world.agrees_on(options)
+        self._broken = None if same else "the ranks were started with different options; give every rank the same command line and ini file"
 
     def call(self, target: str, request: dict[str, Any], timeout_s: float = 60.0) -> list[dict[str, Any]]:
         """Every rank's answer, in rank order, on every rank. Raises DidNotRun(Crashed) if one has none; nothing runs after that."""

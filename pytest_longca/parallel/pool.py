@@ -153,6 +153,8 @@ def _join(rank: int, size: int, device: str, folder: str, timeout_s: float) -> A
     torch.set_num_threads(1)
     place = torch.device(device)
     if place.type == "cuda":
+        if not torch.cuda.device_count():
+            raise InvalidArgument("no GPU is visible to the ranks: give the pool the device cpu")
         place = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(place)
     has_own_gpu = place.type == "cuda" and size <= torch.cuda.device_count()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pytest_longca.errors import InvalidArgument
 from pytest_longca.machine import CPU, Machine
 from pytest_longca.parallel.comm import Channel
 from pytest_longca.parallel.mechanisms import Mesh
@@ -72,7 +73,10 @@ def _urgent() -> Any:
 
 
 def session_world() -> World:
-    """This process as a rank of the world that torchrun started, NCCL where each rank has a GPU, else gloo; alone without torchrun."""
+    """This process as a rank of the world that torchrun started, NCCL where each rank has a GPU, else gloo; alone without torchrun.
+
+    Raises InvalidArgument if the ranks do not meet.
+    """
     size, rank, local = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     num_gpus = torch.cuda.device_count()
     device = torch.device("cuda", local % num_gpus) if num_gpus else torch.device("cpu")
@@ -82,5 +86,11 @@ def session_world() -> World:
         return World(0, 1, device)
     has_own_gpu = num_gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", size))
     timeout = timedelta(minutes=3)
-    dist.init_process_group("nccl" if has_own_gpu else "gloo", timeout=timeout, device_id=device if has_own_gpu else None)
+    try:
+        dist.init_process_group("nccl" if has_own_gpu else "gloo", timeout=timeout, device_id=device if has_own_gpu else None)
+    except dist.DistError as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise InvalidArgument(
+            f"the ranks did not meet at {place} (is the port in use? give another): {str(error).splitlines()[0]}"
+        ) from None
     return World(rank, size, device)

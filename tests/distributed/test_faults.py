@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from pytest_longca.case import Case
 from pytest_longca.catalogue import MASKS, load
@@ -92,6 +93,13 @@ def test_torchs_context_gives_leaves_of_a_share_and_ends(pools: Pools) -> None:
     for answer in pools(2).call("cp_faults:torch_context", {"case": a_case(seqlen=16).id}):
         assert all(answer["same"])
         assert answer["shapes"] == [[1, heads, 8, 4] for heads in (4, 2, 2, 4)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_ranks_without_a_gpu_say_so() -> None:
+    with Pool(2, "cuda") as pool, pytest.raises(DidNotRun, match="no GPU is visible to the ranks"):
+        pool.call("cp_faults:different_options", {})
+    assert pool.pids == []
 
 
 def test_malformed_mesh_is_refused() -> None:

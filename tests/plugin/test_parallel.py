@@ -1,6 +1,9 @@
 """--longca-mechanisms: cells shared among ranks, judged as a whole; what does not fit says why, a rank that dies is an outcome."""
 
 import json
+import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -144,6 +147,25 @@ def test_a_wrong_row_is_refused(shared: Run, pytester: pytest.Pytester, conftest
     pytester.makeconftest(conftest)
     result = shared("--longca-mechanisms=usp")
     assert result.ret == USAGE and words in said(result)
+
+
+def test_ranks_with_different_options_fail_with_that_reason_and_do_not_hang(pytester: pytest.Pytester) -> None:
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        port = str(sock.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    cells = ("--longca-mechanisms=usp", "--longca-kernels=naive", "--longca-dtypes=fp64", "-p", "no:cacheprovider")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "pytest", *cells, f"--longca-masks={masks}"],
+            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=pytester.path, stdout=subprocess.PIPE, text=True,
+        )
+        for rank, masks in enumerate(("full,causal", "causal"))
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=100)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert "the ranks were started with different options; give every rank the same command line" in said[0]
+    assert "2 failed" in said[0] and "failed" not in said[1]
 
 
 def test_under_torchrun_the_sessions_own_ranks_share_and_rank_0_reports(pytester: pytest.Pytester) -> None:

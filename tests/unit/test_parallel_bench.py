@@ -126,6 +126,41 @@ def test_torchrun_runs_correctness_first_then_times_and_the_model_reads_the_reco
     assert len(check_rows(found, network)) == len(shared) + 1
 
 
+def ranks(port: int, *of_each: str) -> list[tuple[int, str]]:
+    """Exit status and errors of one process for each command line, as the ranks of one world."""
+    world = {"WORLD_SIZE": str(len(of_each)), "LOCAL_WORLD_SIZE": str(len(of_each)), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "pytest_longca.parallel.bench", *SMALL, "--masks=full", *arguments.split()],
+            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
+        )
+        for rank, arguments in enumerate(of_each)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=100)[1] for process in started]
+    return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
+
+
+def test_ranks_with_different_options_are_refused_on_rank_0_and_end() -> None:
+    (first, why), (second, silence) = ranks(_free_port(), "--groups=1", "--groups=2")
+    assert (first, second) == (2, 2)
+    assert "the ranks were started with different options" in why and "different options" not in silence
+
+
+def test_port_in_use_is_refused_with_its_reason() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = int(taken.getsockname()[1])
+        # The other rank is not started: a stranger on the port would keep it waiting, and a launcher ends it when rank 0 has ended.
+        world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": "0"}
+        command = [sys.executable, "-m", "pytest_longca.parallel.bench", *SMALL]
+        run = subprocess.run(command, env={**os.environ, **world, "LOCAL_RANK": "0"}, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 2
+    assert f"error: the ranks did not meet at localhost:{port}" in run.stderr and "Traceback" not in run.stderr
+
+
 def _free_port() -> int:
     import socket
 
