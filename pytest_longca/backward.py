@@ -26,7 +26,7 @@ class Backward:
             return ops.q.new_zeros(shape, dtype=work)
 
         self.dq, self.dq_absolute, self.dq_squares = zeros(*rows, case.head_dim), zeros(*rows, case.head_dim), zeros(*rows)
-        self.dq_fourths = zeros(*rows)
+        self.dq_fourths, self.delta_rounding = zeros(*rows), zeros(*rows)
         self.dk, self.dv = zeros(*keys, case.head_dim), zeros(*keys, case.head_dim_v)
         self.dk_absolute, self.dv_absolute = zeros(*keys, case.head_dim), zeros(*keys, case.head_dim_v)
         self.squares = zeros(*keys, 2)  # of dv, of dk by D
@@ -42,6 +42,7 @@ class Backward:
     def visit(self, tile: RowTile, scores: Tensor | None) -> None:
         """Add a row tile to all gradients; `scores` are its scores if they are in one piece and known."""
         rows = _Rows(self.ops, self.forward, tile)
+        self.delta_rounding[:, :, tile.rows] = rows.delta_rounding
         for piece in tile.pieces:
             p = self.forward.weights(tile, self.ops.scores(tile, piece) if scores is None else scores)
             self._add_weights(piece, rows, p)
@@ -118,7 +119,7 @@ class Backward:
 
     def _dq(self) -> tuple[Tensor, Bound]:
         ops, forward = self.ops, self.forward
-        by_delta = _delta_rounding(ops, forward).square() * forward.mean_key.square()
+        by_delta = self.delta_rounding.square() * forward.mean_key.square()
         by_dp = (ops.rounding.ratio * ops.dp).square() * forward.squares[..., 1]
         squares = self.dq_squares * ops.growth.square() * ops.scale**2
         terms = Terms(
@@ -197,7 +198,8 @@ class _Rows:
         q, self.do, growth = flat(ops.q), flat(ops.do), flat(ops.growth)
         self.delta = (self.do * flat(forward.out)).sum(-1, keepdim=True)
         self.q_parts, self.do_parts = ar.parts(q), ar.parts(self.do)
-        error = _delta_rounding(ops, forward, tile.rows).flatten(1, 2)
+        self.delta_rounding = _delta_rounding(ops, forward, tile.rows)
+        error = self.delta_rounding.flatten(1, 2)
         other = ops.rounding.ratio * flat(ops.dp)
         q_size, growth2 = q.abs(), growth.square()
         self.do_absolute = ar.rough(self.do.abs() * growth[..., None])
@@ -218,7 +220,7 @@ class _Rows:
         self.evenness = ar.columns(evenness, torch.ones_like(evenness))
 
 
-def _delta_rounding(ops: Operands, forward: Forward, rows: slice = slice(None)) -> Tensor:
+def _delta_rounding(ops: Operands, forward: Forward, rows: slice) -> Tensor:
     """In units of u, what rounding out, P before it and sums costs the row-sum term D = <do, out>, `[stacks, group, rows]`."""
     do, out = ops.do[:, :, rows], forward.out[:, :, rows]
     of_out = (do * out).square().sum(-1)
