@@ -33,7 +33,7 @@ LSE_FLOOR = 1e-6
 
 
 def blocks(mask_name: str, seed: int) -> Iterator[tuple[str, Segment]]:
-    """Every block that any ring rank computes under two layouts, and the whole gathered sequence."""
+    """Every block that any ring rank computes under two layouts, and all others as one, as a gather gives them."""
     mask = load(MASKS[mask_name]).sample(Random(seed), TOKENS)
     intervals = mask.row_intervals()[0, 0]
     area = (intervals[..., 1] - intervals[..., 0]).sum(1, dtype=torch.int64)
@@ -41,7 +41,7 @@ def blocks(mask_name: str, seed: int) -> Iterator[tuple[str, Segment]]:
         shards = LAYOUTS[layout](document_lengths(mask), area, RING)
         for own in range(RING):
             plan = Plan(intervals, shards, own, torch.device("cuda"))
-            for sources in [(source,) for source in range(RING)] + [tuple(range(RING))]:
+            for sources in [(source,) for source in range(RING)] + [tuple(source for source in range(RING) if source != own)]:
                 if step := plan.step(sources):
                     yield f"{mask!r} {layout} rank {own} block {sources}", step.segment
 
