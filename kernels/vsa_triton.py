@@ -29,7 +29,7 @@ from pytest_longca.mask import Form
 class Config:
     """How one kernel is launched.
 
-    `tma` reads the other side through tensor descriptors where tiles are full and strides allow it; `in_registers` (not for dk and dv,
+    `tma` reads the other side's full tiles through tensor descriptors where strides allow it; `in_registers` (not for dk and dv,
     which need theirs for sums) keeps the program's own operands in registers instead of shared memory. `early` (dk and dv only) multiplies
     v do^T before the exponentials, not after them. `max_registers` a thread lets one more program live on a multiprocessor.
     """
@@ -64,7 +64,7 @@ class Configs:
 CONFIGS: dict[int, Configs] = {
     128: Configs(Config(128, 64, 8, 2, True, max_registers=128), Config(64, 64, 4, 3, True, True), Config(64, 64, 4, 2, True)),
     64: Configs(Config(64, 64, 4, 3, True, True), Config(64, 64, 4, 3, True, True), Config(64, 64, 4, 2, True)),
-    1: Configs(Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 3)),
+    1: Configs(Config(64, 64, 4, 3, True, True), Config(64, 64, 4, 2, True), Config(32, 64, 4, 3, True)),
 }
 """By the largest of 128, 64 and 1 that divides every block size."""
 

@@ -45,9 +45,9 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, plan: "Plan", scale: float) 
     out = torch.empty(batch, seqlen_q, heads_q, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads_q, seqlen_q, dtype=torch.float32, device=q.device)
     side, config = plan.forward, plan.configs.forward
-    tma, (k_read, v_read) = _readers(config, side, config.block_n, k, v)
+    tma, readers = _readers(config, config.block_n, k, v)
     vsa_triton_forward[side.num_tiles, batch * heads_q](
-        q, k_read, v_read, out, lse, *_side(side), heads_q, heads_q // k.shape[2], seqlen_q, scale * LOG2E,
+        q, v, *readers, out, lse, *_side(side), heads_q, heads_q // k.shape[2], seqlen_q, scale * LOG2E,
         *_strides(q, k, v, out), **_shapes(q, v, side, config), TMA=tma, IN_REGISTERS=_in_registers(q, v, config),
     )  # fmt: skip
     return out, lse
@@ -65,16 +65,16 @@ def launch_backward(
     delta = torch.empty_like(lse)
 
     side, config = plan.dq, plan.configs.dq
-    tma, (k_read, v_read) = _readers(config, side, config.block_n, k, v)
+    tma, readers = _readers(config, config.block_n, k, v)
     vsa_triton_dq[side.num_tiles, batch * heads_q](
-        q, k_read, v_read, out, lse, do, delta, dq, *_side(side), heads_q, *sizes,
+        q, k, v, *readers, out, lse, do, delta, dq, *_side(side), heads_q, *sizes,
         *_strides(q, k, v, out, do, dq), **_shapes(q, v, side, config), TMA=tma, IN_REGISTERS=_in_registers(q, v, config),
     )  # fmt: skip
 
     side, config = plan.dkdv, plan.configs.dkdv
-    tma, (q_read, do_read) = _readers(config, side, config.block_m, q, do)
+    tma, readers = _readers(config, config.block_m, q, do)
     vsa_triton_dkdv[side.num_tiles, batch * heads_kv](
-        q_read, k, v, lse, do_read, delta, dk, dv, *_side(side, side.lists.part), heads_kv, *sizes,
+        q, k, v, *readers, lse, do, delta, dk, dv, *_side(side, side.lists.part), heads_kv, *sizes,
         *_strides(q, k, v, do, dk, dv), **_shapes(q, v, side, config), TMA=tma, GROUPED=side.lists.part is not None,
         EARLY=config.early,
     )  # fmt: skip
@@ -83,7 +83,7 @@ def launch_backward(
 
 def _side(side: "Side", *part: Tensor | None) -> tuple[Any, ...]:
     rows, lists = side.rows, side.lists
-    pointers = (side.order, rows.start, rows.stop, rows.block, lists.indptr, lists.start, lists.stop, *part)
+    pointers = (side.order, rows.start, rows.stop, rows.block, lists.indptr, lists.num_full, lists.start, lists.stop, *part)
     return *pointers, side.num_tiles, side.num_blocks, int(side.map_heads > 1)
 
 
@@ -113,11 +113,9 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _readers(config: "Config", side: "Side", rows: int, *tensors: Tensor) -> tuple[bool, list[Any]]:
-    """(whether by descriptors, what the kernel reads each tensor of the other side through)."""
-    if not config.tma or side.lists.stop is not None:
-        return False, list(tensors)
-    found = [descriptor(x, rows) for x in tensors]
+def _readers(config: "Config", rows: int, *tensors: Tensor) -> tuple[bool, list[Any]]:
+    """(whether by descriptors, what the kernel reads unmasked tiles of each tensor of the other side through)."""
+    found = [descriptor(x, rows) for x in tensors] if config.tma else [None]
     return (False, list(tensors)) if None in found else (True, found)
 
 

@@ -55,16 +55,18 @@ class PaddedLists:
 
 @dataclass(frozen=True, slots=True)
 class TileLists:
-    """What a kernel visits for each row of a map: tiles of tokens, `start[t] <= token < min(stop[t], start[t] + tile)`.
+    """What a kernel visits for each row of a map: tiles of tokens, `start[t] <= token < stop[t]`.
 
-    `indptr` int64 `[heads * rows + 1]`, `start` int32 `[tiles]`; `stop` int32 `[tiles]`, or None where every tile is full;
-    `part` int32 `[tiles]` is which of the row's concatenated column ranges (query heads of a group) the tile lies in, or None if one.
+    `indptr` int64 `[heads * rows + 1]`, `start` int32 `[tiles]`; `stop` int32 `[tiles]` and `num_full` int32 `[heads * rows]`, how many
+    tiles of each row are full (they come first), or both None where every tile is; `part` int32 `[tiles]` is which of the row's
+    concatenated column ranges (query heads of a group) the tile lies in, or None if one.
     """
 
     indptr: Tensor
     start: Tensor
     stop: Tensor | None
     part: Tensor | None
+    num_full: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ def tile_lists(block_map: Tensor, sizes: Sequence[int], tile: int, parts: int = 
     """The tokens that each row of the map selects, as tiles.
 
     `sizes` are the token counts of one part's columns; the map has `parts` times as many columns. Selected blocks that touch are one
-    run of tokens, cut into tiles from its start, so that a tile is short only at the end of a run.
+    run of tokens, cut into tiles from its start, so that a tile is short only at the end of a run. A row's short tiles come last.
     """
     uniform = sizes[0] if sizes and min(sizes) == max(sizes) else 0
     if uniform and uniform % tile == 0:
@@ -229,11 +231,27 @@ def _run_tiles(block_map: Tensor, sizes: Sequence[int], tile: int, parts: int) -
     closes[:-1] = opens[1:]
     run_start, run_stop = begin[opens], end[closes]
 
-    start, run = _cut(run_start, run_stop - run_start, tile)
-    num = torch.bincount(row[opens][run], minlength=lists.indptr.numel() - 1)
-    indptr = torch.cat([num.new_zeros(1), num.cumsum(0)])
-    head = part[opens][run].to(torch.int32) if parts > 1 else None
-    return TileLists(indptr, start.to(torch.int32), run_stop[run].to(torch.int32), head)
+    whole = (run_stop - run_start) // tile * tile
+    start, run = _cut(run_start, whole, tile)
+    rest = (run_start + whole < run_stop).nonzero().squeeze(1)
+    num_rows = lists.indptr.numel() - 1
+    num_full, num_short = (torch.bincount(row[opens][runs], minlength=num_rows) for runs in (run, rest))
+    indptr = torch.nn.functional.pad((num_full + num_short).cumsum(0), (1, 0))
+    slots = torch.cat([_places(indptr[:-1], num_full, run.numel()), _places(indptr[:-1] + num_full, num_short, rest.numel())])
+
+    def placed(full: Tensor, short: Tensor) -> Tensor:
+        out = torch.empty(slots.numel(), dtype=torch.int32, device=device)
+        out[slots] = torch.cat([full, short]).to(torch.int32)
+        return out
+
+    head = placed(part[opens][run], part[opens][rest]) if parts > 1 else None
+    start, stop = placed(start, (run_start + whole)[rest]), placed(start + tile, run_stop[rest])
+    return TileLists(indptr, start, stop, head, num_full.to(torch.int32))
+
+
+def _places(begin: Tensor, num: Tensor, total: int) -> Tensor:
+    """Consecutive slots from `begin` on, `num` for each row."""
+    return torch.arange(total, device=begin.device) + _spread(begin - (num.cumsum(0) - num), num, total)
 
 
 def _cut(starts: Tensor, lengths: Tensor, tile: int) -> tuple[Tensor, Tensor]:

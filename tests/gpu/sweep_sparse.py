@@ -55,16 +55,16 @@ CANDIDATES: dict[int, dict[str, list[Config]]] = {
     },
     1: {
         "forward": [
-            Config(64, 64, 4, 3, **OWN), Config(64, 64, 4, 3, True), Config(64, 64, 4, 2, **OWN, max_registers=168),
-            Config(64, 64, 4, 3), Config(128, 64, 8, 2, True, max_registers=128), Config(128, 64, 4, 2, True),
+            Config(64, 64, 4, 3, **OWN), Config(64, 64, 4, 2, True), Config(64, 64, 4, 2, **OWN, max_registers=168), Config(64, 64, 4, 3),
+            Config(128, 64, 8, 2, True, max_registers=128),
         ],
         "dq": [
-            Config(64, 64, 4, 3, **OWN), Config(64, 64, 4, 2, True), Config(64, 64, 4, 2), Config(128, 64, 8, 2, True),
-            Config(64, 32, 4, 3, True),
+            Config(64, 64, 4, 2, True), Config(64, 32, 4, 3, True), Config(64, 64, 4, 3, **OWN), Config(64, 64, 4, 2),
+            Config(128, 64, 8, 2, True),
         ],
         "dkdv": [
-            Config(64, 64, 4, 2, True), Config(64, 64, 4, 2, True, early=True), Config(32, 64, 4, 3, True), Config(32, 64, 4, 3),
-            Config(32, 64, 4, 3, True, early=True), Config(64, 128, 8, 2, True),
+            Config(32, 64, 4, 3, True), Config(32, 64, 4, 3, True, early=True), Config(64, 64, 4, 2, True), Config(32, 64, 4, 3),
+            Config(32, 64, 4, 2, True),
         ],
     },
 }  # fmt: skip

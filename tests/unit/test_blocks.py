@@ -78,7 +78,7 @@ def test_row_tiles_cover_each_block_and_never_cross_one(data: st.DataObject, til
 
 
 @given(st.data(), st.integers(1, 6), st.integers(1, 3))
-def test_tile_lists_visit_the_selected_tokens_once_in_order(data: st.DataObject, tile: int, parts: int) -> None:
+def test_tile_lists_visit_the_selected_tokens_once_full_tiles_first(data: st.DataObject, tile: int, parts: int) -> None:
     part_map = data.draw(block_maps(max_heads=2, max_rows=3))
     columns = part_map.shape[2]
     block_map = torch.cat([part_map.roll(part, 1) for part in range(parts)], 2)
@@ -92,18 +92,23 @@ def test_tile_lists_visit_the_selected_tokens_once_in_order(data: st.DataObject,
             for column in selected(block_map, head, block_row)
             for token in range(sizes[column % columns])
         ]
-        visited = []
+        tiles = []
         for t in range(int(lists.indptr[row]), int(lists.indptr[row + 1])):
             first = int(lists.start[t])
-            stop = first + tile if lists.stop is None else min(int(lists.stop[t]), first + tile)
-            visited += [(0 if lists.part is None else int(lists.part[t]), token) for token in range(first, stop)]
-        assert visited == wanted
+            stop = first + tile if lists.stop is None else int(lists.stop[t])
+            tiles.append([(0 if lists.part is None else int(lists.part[t]), token) for token in range(first, stop)])
+        full = len(tiles) if lists.num_full is None else int(lists.num_full[row])
+        assert [len(tokens) == tile for tokens in tiles] == [t < full for t in range(len(tiles))]
+        for some in (tiles[:full], tiles[full:]):
+            assert some == sorted(some)
+        assert sorted(token for tokens in tiles for token in tokens) == wanted
 
 
 def test_touching_blocks_fill_tiles_together() -> None:
-    lists = blocks.tile_lists(torch.tensor([[[True, True, True, False, True]]]), [3, 2, 3, 1, 4], 4)
-    assert lists.stop is not None
-    assert list(zip(lists.start.tolist(), lists.stop.tolist(), strict=True)) == [(0, 8), (4, 8), (9, 13)]
+    lists = blocks.tile_lists(torch.tensor([[[True, True, True, False, True]]]), [3, 2, 3, 1, 5], 4)
+    assert lists.stop is not None and lists.num_full is not None
+    assert list(zip(lists.start.tolist(), lists.stop.tolist(), strict=True)) == [(0, 4), (4, 8), (9, 13), (13, 14)]
+    assert lists.num_full.tolist() == [3]
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,12 @@ def test_operands_as_wide_as_a_tile_of_keys_stay_in_shared_memory() -> None:
 
 
 @pytest.mark.parametrize(("layout", "heads_kv"), [(Layout.CONTIGUOUS, 1), (Layout.BHSD, 2), (Layout.FUSED, 2), (Layout.EXPANDED, 1)])
-def test_descriptors_and_register_operands_give_what_pointers_give(monkeypatch: pytest.MonkeyPatch, layout: Layout, heads_kv: int) -> None:
+@pytest.mark.parametrize("uniform", [True, False])
+def test_descriptors_and_register_operands_give_what_pointers_give(
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, heads_kv: int, uniform: bool
+) -> None:
     block_map = ExplicitMap.of([[[1, 0, 1], [0, 1, 1]], [[0, 0, 1], [0, 1, 0]]])
-    mask = UniformBlock(64, 96, 32, block_map)
+    mask = UniformBlock(64, 96, 32, block_map) if uniform else VariableBlock((50, 14), (31, 33, 70), block_map)
     case = Case(mask=mask, batch=2, heads_q=2, heads_kv=heads_kv, head_dim=64, dtype="fp16", layouts=(layout,) * 4)
     inputs = make_inputs(case)
     through_pointers = results(case, inputs)

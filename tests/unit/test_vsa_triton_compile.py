@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 POINTERS = dict.fromkeys(("q", "k", "v", "out", "do", "dq", "dk", "dv"), "*bf16") | {"lse": "*fp32", "delta": "*fp32", "indptr": "*i64"}
-POINTERS |= dict.fromkeys(("order", "own_start", "own_stop", "own_block", "start", "stop", "part"), "*i32")
+POINTERS |= dict.fromkeys(("order", "own_start", "own_stop", "own_block", "num_full", "start", "stop", "part"), "*i32")
 
 
 def compiled(kernel: Any, config: Any, full: bool, grouped: bool, dim: int) -> dict[str, Any]:
@@ -27,16 +27,16 @@ def compiled(kernel: Any, config: Any, full: bool, grouped: bool, dim: int) -> d
     from triton.compiler import ASTSource
 
     other = config.block_n if "part" not in kernel.arg_names else config.block_m
-    tma = config.tma and full
+    tma = config.tma
     constants: dict[str, Any] = {
         "HEAD_DIM": dim, "HEAD_DIM_V": dim, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL_OWN": full, "FULL_OTHER": full,
         "PAD_D": False, "PAD_V": False, "TMA": tma, "IN_REGISTERS": config.keeps_in_registers(dim), "GROUPED": grouped,
         "EARLY": config.early,
     }  # fmt: skip
-    constants |= ({"stop": None} if full else {}) | ({} if grouped else {"part": None})
-    read_by_tile = ("k", "v") if "part" not in kernel.arg_names else ("q", "do")
+    constants |= ({"stop": None, "num_full": None} if full else {}) | ({} if grouped else {"part": None})
+    read_by_tile = ("k_tiles", "v_tiles") if "part" not in kernel.arg_names else ("q_tiles", "do_tiles")
     types = dict(POINTERS, scale="fp32", scale_log2="fp32")
-    types |= {name: f"tensordesc<bf16[{other}, {dim}]>" for name in read_by_tile if tma}
+    types |= dict.fromkeys(read_by_tile, f"tensordesc<bf16[{other}, {dim}]>" if tma else "*bf16")
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith(("*", "i32"))}
     source = ASTSource(
