@@ -5,8 +5,8 @@ On the CPU it runs eagerly, on the whole score matrix, forward only: that judges
 Layout: BSHD, transposed to BHSD without a copy. Dtypes: fp32, bf16, fp16 (fp64 on the CPU). Head dims: from 16 when compiled.
 GQA: yes. Directions: forward and backward (CPU: forward). lse: yes, differentiable. Architectures: sm80 and later.
 Determinism: forward; the backward of a GPU accumulates in a fixed order too, but makes no promise.
-Compiled with dynamic=False, freshly for each shape: a second shape would be compiled with dynamic sizes, which costs up to half the speed,
-and after eight shapes dynamo would run eagerly without a word; that is an error here.
+Compiled with dynamic=False, once for each shape: else a second shape would be compiled with dynamic sizes, which costs up to half the
+speed, and after eight shapes dynamo would run eagerly without a word; that is an error here.
 """
 
 import contextlib
@@ -26,6 +26,11 @@ from pytest_longca.kernel import Capabilities, Kernel
 from pytest_longca.kernels.naive import too_long_for_scores
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
+
+MOST_CASES = 16
+"""Cases whose graphs a process keeps: checks go back and forth between a few."""
+MOST_LAYOUTS = 12
+"""Graphs of one case: checks lay its operands out in several ways."""
 
 
 class Flex(Kernel):
@@ -103,11 +108,12 @@ def uncompiled() -> Iterator[None]:
 
 
 def _compiled(case: Case) -> Callable[..., Any]:
-    """flex_attention for a case, to be compiled at the first call.
+    """flex_attention for a case, to be compiled at the first call unless a case compiled it that differs in seed and values alone.
 
-    A case that differs from the last one in seed and values alone uses the same graph: its mask is another closure of the same code.
+    The mask is then another closure of the same code.
     """
-    compiled, is_first = _compiled_for(dataclasses.replace(case, seed=0, values=Values.NORMAL)), True
+    _make_room(dataclasses.replace(case, seed=0, values=Values.NORMAL))
+    compiled, is_first = _flex_attention(), True
 
     def run(*operands: Tensor, **options: Any) -> Any:
         nonlocal is_first
@@ -120,19 +126,29 @@ def _compiled(case: Case) -> Callable[..., Any]:
     return run
 
 
-@functools.lru_cache(maxsize=1)
-def _compiled_for(case: Case) -> Callable[..., Any]:
-    """One shape, one graph: what other cases compiled is dropped."""
-    torch._dynamo.reset()
+@functools.cache
+def _flex_attention() -> Callable[..., Any]:
     compiled: Callable[..., Any] = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
     return compiled
+
+
+_held: set[Case] = set()
+"""The cases whose graphs dynamo holds, which is a matter of the whole process."""
+
+
+def _make_room(case: Case) -> None:
+    """Drop all graphs before dynamo holds those of more cases than it has room for: then it would run eagerly, which is an error here."""
+    if case not in _held and len(_held) == MOST_CASES:
+        torch._dynamo.reset()
+        _held.clear()
+    _held.add(case)
 
 
 @contextlib.contextmanager
 def _strict_compiler() -> Iterator[None]:
     """No silent eager; and gradients that can be taken twice from one forward, as a timing does."""
     with (
-        torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
+        torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=MOST_CASES * MOST_LAYOUTS),
         torch._functorch.config.patch(donated_buffer=False),
     ):
         yield

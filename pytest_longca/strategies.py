@@ -37,7 +37,7 @@ FEW_QUERIES = 16
 LONG_EDGES = tuple(tile + step for tile in (256, 384, 512, 1024) for step in (-1, 0, 1))
 COMPILED_LENGTHS = (17, 64, 129)
 """The lengths of a kernel that compiles for each shape, on a GPU: a compile takes seconds."""
-COMPILED_CASES = 6
+COMPILED_CASES = 4
 """How many cases such a kernel has on a mask; its examples differ in values and seed beyond them."""
 GROUPS = (1, 2, 3, 7, 4, 8)
 HEADS_KV = (1, 2, 3, 4)
@@ -283,7 +283,8 @@ def plainer(case: Case) -> Iterator[Case]:
 def probe_cases(mask: str | MaskClass, kernel: Kernel, machine: Machine = CPU) -> list[Case]:
     """The cases of the exact probes on a mask: every length from 12 to 20, twice, and lengths around tile edges; those the kernel supports.
 
-    The same ones every time. Where the mask allows it, the second of each length has another number of keys.
+    The same ones every time. Where the mask allows it, every second one has another number of keys. A kernel that compiles each shape on a
+    GPU has three lengths, one that is interpreted two, each once.
     """
     cls = mask_class(mask)
     candidates = [_probe_case(value, kernel, machine, seed) for seed, value in enumerate(_probe_masks(cls, kernel, machine))]
@@ -297,7 +298,7 @@ def probe_cases(mask: str | MaskClass, kernel: Kernel, machine: Machine = CPU) -
 def _probe_masks(cls: MaskClass, kernel: Kernel, machine: Machine) -> Iterator[Mask]:
     lengths, times = PROBE_LENGTHS + PROBE_EDGES, 2
     if kernel.compiles_per_shape and machine.device == "cuda":
-        lengths = COMPILED_LENGTHS
+        lengths, times = COMPILED_LENGTHS, 1
     elif is_interpreted(kernel, machine):
         lengths, times = INTERPRETED_LENGTHS, 1
     for number, seqlen in enumerate(seqlen for seqlen in lengths for _ in range(times)):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -181,46 +181,66 @@ def test_flex_leaves_torch_as_it_found_it() -> None:
     assert call.facts["compiled_form"] == "eager"
 
 
-def forget_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this test compiles, no other one sees."""
-    monkeypatch.setattr(flex, "_compiled_for", functools.lru_cache(maxsize=1)(flex._compiled_for.__wrapped__))
-
-
-def test_compiled_flex_is_compiled_freshly_for_static_shapes_and_never_falls_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The form for a GPU, over a compiler that only reports what it was asked for."""
-    seen: list[object] = []
-
-    def compiler(function: object, **options: object) -> object:
-        def compiled(*args: object, **kwargs: object) -> str:
-            seen.append((torch._dynamo.config.fail_on_recompile_limit_hit, torch._functorch.config.donated_buffer))
-            return "compiled"
-
-        seen.append(options)
-        return compiled
-
-    monkeypatch.setattr(torch, "compile", compiler)
-    monkeypatch.setattr(torch._dynamo, "reset", lambda: seen.append("reset"))
-    forget_graphs(monkeypatch)
-    strict = (torch._dynamo.config.fail_on_recompile_limit_hit, torch._functorch.config.donated_buffer)
-    run = flex._compiled(Case(mask=Full(8, 8)))
-    assert (run(), run()) == ("compiled", "compiled")
-    assert seen == ["reset", {"dynamic": False, "fullgraph": True}, (True, False), strict]
-
-
-def test_flex_compiles_once_for_cases_that_differ_in_seed_and_values_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs, compile_with = list[torch.fx.GraphModule](), torch.compile
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+    """The graphs that flex compiles for a GPU, with a compiler that runs them as they are."""
+    compiled, compile_with = list[torch.fx.GraphModule](), torch.compile
 
     def kept(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
-        graphs.append(graph)
+        compiled.append(graph)
         return graph.forward
 
-    forget_graphs(monkeypatch)
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_with(function, backend=kept, **options))
+    def compile_and_keep(function: Callable[..., object], **options: object) -> object:
+        assert options == {"dynamic": False, "fullgraph": True}
+        return compile_with(function, backend=kept, **options)
+
+    monkeypatch.setattr(torch, "compile", compile_and_keep)
+    monkeypatch.setattr(flex, "_flex_attention", functools.cache(flex._flex_attention.__wrapped__))
+    monkeypatch.setattr(flex, "_held", set())
+    torch._dynamo.reset()
+    yield compiled
+    torch._dynamo.reset()
+
+
+def run_compiled(case: Case) -> None:
+    inputs = make_inputs(case)
+    q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
+    flex._compiled(case)(q, k, v, block_mask=case.mask.block_mask("cpu"), scale=case.scale)
+
+
+def test_flex_compiles_once_for_cases_that_differ_in_seed_and_values_alone(graphs: list[torch.fx.GraphModule]) -> None:
     case = Case(mask=CausalDocument((9, 8)), head_dim=32)
-    alike = dataclasses.replace(case, seed=3, values=Values.PEAKED)
-    for one, num_graphs in ((case, 1), (alike, 1), (dataclasses.replace(case, head_dim=64, head_dim_v=64), 2)):
-        inputs = make_inputs(one)
-        q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
-        for run in (flex._compiled(one), flex._compiled(one)):
-            run(q, k, v, block_mask=one.mask.block_mask("cpu"), scale=one.scale)
+    other = dataclasses.replace(case, head_dim=64, head_dim_v=64)
+    for one, num_graphs in ((case, 1), (dataclasses.replace(case, seed=3, values=Values.PEAKED), 1), (other, 2), (case, 2)):
+        run_compiled(one)
         assert len(graphs) == num_graphs
+
+
+def test_flex_compiles_every_shape_for_itself_and_never_falls_to_eager(graphs: list[torch.fx.GraphModule]) -> None:
+    num_cases = flex.MOST_CASES + 3
+    for length in range(2, 2 + num_cases):
+        run_compiled(Case(mask=Causal(length, length), head_dim=16))
+    assert len(graphs) == num_cases
+    for graph in graphs:  # no symbol for a size: every one is a number
+        assert all(isinstance(size, int) for node in graph.graph.nodes if "example_value" in node.meta for size in sizes_of(node))
+
+
+def sizes_of(node: torch.fx.Node) -> Iterator[object]:
+    values = node.meta["example_value"]
+    return (
+        size for value in (values if isinstance(values, tuple) else (values,)) if isinstance(value, torch.Tensor) for size in value.shape
+    )
+
+
+def test_the_compiler_of_flex_is_strict_only_while_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def compiled(*args: object, **kwargs: object) -> None:
+        seen.append((torch._dynamo.config.fail_on_recompile_limit_hit, torch._functorch.config.donated_buffer))
+
+    monkeypatch.setattr(flex, "_flex_attention", lambda: compiled)
+    usual = (torch._dynamo.config.fail_on_recompile_limit_hit, torch._functorch.config.donated_buffer)
+    run = flex._compiled(Case(mask=Full(8, 8)))
+    run()
+    run()
+    assert seen == [(True, False), usual]
