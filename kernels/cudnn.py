@@ -40,7 +40,11 @@ class Cudnn(Kernel):
         devices=frozenset({"cuda"}),
         capability=(8, 0),
     )
+    compiles_per_shape = True  # half a second for a graph, six for one with a window or cu_seqlens (H200)
     device_kernel_pattern = r"cudnn"
+
+    def compiles_to_disk(self, machine: Machine) -> bool:
+        return False  # a graph lives as long as its process
 
     def also_refuses(self, case: Case, machine: Machine) -> str | None:
         varlen = regular_form(case)
