@@ -41,6 +41,7 @@ ERROR_RATIO = 2.0
 ERROR_FLOOR = {"fp64": 1e-10, "fp32": 1e-6}
 LSE_FLOOR = 1e-6
 TIMED_OUT_STATUS = 3
+ALONE_AGAIN = "alone again"  # after the mechanisms: how far the device has drifted meanwhile
 DISTRIBUTIONS = ("torch", "triton", "flash-attn", "flash-attn-4", "nvidia-cudnn-frontend", "ring-flash-attn", "yunchang", "pytest-longca")
 
 
@@ -113,6 +114,7 @@ class Bench:
         for sharing in self.settings.sharings(mask):
             what = f"{sharing.mechanism} {sharing.layout}" if sharing.layout != "contiguous" else sharing.mechanism
             self._cell(tokens, mask, name, what, partial(self._shared, tokens, mask, name, sharing))
+        self._cell(tokens, mask, name, ALONE_AGAIN, lambda: self._alone(tokens, mask, name))
 
     def _kernel(self, name: str, case: Case) -> BlockKernel:
         """The kernel of that name. Raises DidNotRun if it refuses the case's forward."""
@@ -228,7 +230,7 @@ class Bench:
         for direction in DIRECTIONS:
             if not getattr(result, f"{direction}_ms"):
                 continue
-            flop = case.flop(Direction(direction)) // (self.settings.world if what != "alone" else 1)
+            flop = case.flop(Direction(direction)) // (1 if what in ("alone", ALONE_AGAIN) else self.settings.world)
             rate = flop / result.median_ms(direction) / 1e9
             if what == "alone":
                 self.alone_rate[tokens, mask, kernel, direction] = rate
