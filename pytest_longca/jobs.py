@@ -118,7 +118,7 @@ def _warm(shop: Workshop, request: dict[str, Any]) -> dict[str, Any]:
 
     case = parse_case(request["case"], shop.catalogue.masks())
     with contextlib.suppress(LongcaError):
-        run_here(shop.catalogue.kernel(request["kernel"]), case, shop.machine, request["checks"])
+        return {"compile_ms": run_here(shop.catalogue.kernel(request["kernel"]), case, shop.machine, request["checks"])}
     return {}
 
 

@@ -49,6 +49,8 @@ class Session:
         self._verified: dict[tuple[str, str], Outcome] = {}
         self.warming = ""
         """What was compiled ahead, and how long it took; empty where nothing is."""
+        self.compile_ms: dict[tuple[str, Case], float] = {}
+        """What compiling the cases of timings ahead took, by kernel and `compiled_alike` case."""
         self.spent: dict[str, float] = {}
         """Seconds that workers spent on kernels and on the reference."""
         self.began: float | None = None

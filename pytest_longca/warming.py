@@ -52,8 +52,10 @@ def warm(session: "Session", items: "Sequence[pytest.Item]", reporter: Any) -> N
     is_off = options.compile_workers == 0 or options.isolate == "off" or session.num_sharing > 1
     if runs := [] if is_off else runs_of(session, items):
         num, told = num_processes(options.compile_workers, runs, session.machine), started
-        for done in run_all(runs, session.sources, num, options.timeout):
+        for done, (run, compile_ms) in enumerate(run_all(runs, session.sources, num, options.timeout), 1):
             now = time.monotonic()
+            if compile_ms is not None:
+                session.compile_ms[run.kernel, run.case] = compile_ms
             session.warming = f"compiled ahead: {done} of {len(runs)} cases in {now - started:.0f} s, {num} processes"
             if reporter and (done == len(runs) or now - told > TOLD_EVERY_S):
                 told = now
@@ -106,53 +108,66 @@ def num_processes(wanted: int | None, runs: Sequence[Run], machine: Machine) -> 
     return max(1, min(most, len(runs)))
 
 
-def run_all(runs: Sequence[Run], sources: "Sequence[Source]", num_processes: int, timeout_s: float) -> Iterator[int]:
-    """Run each in one of the processes; yields how many are done. Whatever fails is left to the run that counts."""
+def run_all(runs: Sequence[Run], sources: "Sequence[Source]", num_processes: int, timeout_s: float) -> Iterator[tuple[Run, float | None]]:
+    """Run each in one of the processes; yields those that are done, with what `run_here` gave.
+
+    What fails is left to the run that counts.
+    """
     idle = SimpleQueue[Worker]()
     workers = [Worker(sources) for _ in range(num_processes)]
     for worker in workers:
         idle.put(worker)
 
-    def run(one: Run) -> None:
-        worker = idle.get()
+    def run(one: Run) -> tuple[Run, float | None]:
+        worker, answer = idle.get(), dict[str, Any]()
         with contextlib.suppress(LongcaError):
-            worker.call({"op": "warm", "kernel": one.kernel, "case": one.case.id, "checks": list(one.checks)}, timeout_s)
+            answer = worker.call({"op": "warm", "kernel": one.kernel, "case": one.case.id, "checks": list(one.checks)}, timeout_s)
         idle.put(worker)
+        return one, answer.get("compile_ms")
 
     pool = ThreadPoolExecutor(num_processes)
     try:
-        futures = [pool.submit(run, one) for one in runs]
-        for done, future in enumerate(as_completed(futures), 1):
-            future.result()
-            yield done
+        yield from (future.result() for future in as_completed([pool.submit(run, one) for one in runs]))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.close()
 
 
-def run_here(kernel: Kernel, case: Case, machine: Machine, checks: Sequence[str]) -> None:
-    """Run a case in this process and let go of all that it held. Raises DidNotRun if it fails."""
+def run_here(kernel: Kernel, case: Case, machine: Machine, checks: Sequence[str]) -> float | None:
+    """Run a case in this process and let go of all that it held. Raises DidNotRun if it fails.
+
+    Without checks, the milliseconds that its first run took more than a second one: what compiling it cost, beside the other processes.
+    """
     from pytest_longca.checks import verify
     from pytest_longca.reference import forget_references
 
     _compile_in_this_process()
+    compile_ms = None
     if checks:
         verify(kernel, case, machine, checks)
     else:
-        _run_once(kernel, case, machine)
+        first_ms, again_ms = _run_twice(kernel, case, machine)
+        compile_ms = max(0.0, first_ms - again_ms)
     forget_references()
     if machine.device == "cuda":
         import torch
 
         torch.cuda.empty_cache()
+    return compile_ms
 
 
-def _run_once(kernel: Kernel, case: Case, machine: Machine) -> None:
+def _run_twice(kernel: Kernel, case: Case, machine: Machine) -> tuple[float, float]:
+    """The milliseconds of two runs, each bound anew."""
     from pytest_longca.inputs import make_inputs
     from pytest_longca.subject import Subject
 
-    Subject(kernel, case, machine).run(case, make_inputs(case, machine.device))
+    subject, inputs = Subject(kernel, case, machine), make_inputs(case, machine.device)
+    times = [time.perf_counter()]
+    for _ in range(2):
+        subject.run(case, inputs)
+        times.append(time.perf_counter())
+    return (times[1] - times[0]) * 1e3, (times[2] - times[1]) * 1e3
 
 
 def _compile_in_this_process() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_longca.budget import Budget
 from pytest_longca.case import Case
 from pytest_longca.machine import CPU, H200
 from pytest_longca.masks.regular import Causal
@@ -66,7 +67,7 @@ def test_each_timed_case_is_compiled_ahead_once_in_several_processes(warmed: Run
     assert len(compiled()) == 8 and len(set(compiled().values())) == 2
     records = [json.loads(line) for line in Path("records.jsonl").read_text().splitlines()]
     assert not {record["process"] for record in records} & set(compiled().values())
-    assert max(record["compile_ms"] for record in records) < 400, "the items found everything compiled"
+    assert all(400 < record["compile_ms"] < 1500 for record in records), "what it took ahead; the items found everything compiled"
 
 
 def test_probes_and_drawn_examples_are_the_very_ones_that_the_suite_runs(warmed: RunPytest) -> None:
@@ -75,12 +76,13 @@ def test_probes_and_drawn_examples_are_the_very_ones_that_the_suite_runs(warmed:
     assert len(cached) > 6 and len(set(cached.values())) == 2, "what the items compiled themselves would carry a third process"
 
 
-def test_a_budget_does_not_pay_for_it_and_what_an_earlier_run_has_is_left_out(warmed: RunPytest, pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(COMPILING.replace("sleep(0.5)", "sleep(5)"))
-    args = ("-k", "timing", "--longca-seqlens=16,32", "--longca-passes=fwd", "--longca-compile-workers=1", "--longca-budget=9s")
+def test_a_budget_does_not_pay_for_it_and_what_an_earlier_run_has_is_left_out(warmed: RunPytest, monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[float] = []
+    monkeypatch.setattr(Budget, "add", lambda _, seconds: added.append(seconds))
+    args = ("-k", "timing", "--longca-seqlens=16,32", "--longca-passes=fwd", "--longca-compile-workers=1", "--longca-budget=9m")
     warmed(*args, "--longca-resume=records.jsonl").assert_outcomes(passed=2)
-    again = warmed(*args, "--longca-resume=records.jsonl")
-    again.stdout.no_fnmatch_line("*compiled ahead*")
+    assert len(added) == 1 and added[0] > 2 * 0.5
+    warmed(*args, "--longca-resume=records.jsonl").stdout.no_fnmatch_line("*compiled ahead*")
 
 
 @pytest.mark.parametrize("args", [("--longca-compile-workers=0",), ("--longca-isolate=off",), ("--collect-only",)], ids="".join)

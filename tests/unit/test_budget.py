@@ -40,6 +40,14 @@ def test_time_between_items_counts_and_the_last_item_of_a_kind_ends_the_run() ->
     assert outcome == NotVerified("outside --longca-budget=100s; --longca-resume goes on with it", is_postponed=True)
 
 
+def test_what_the_budget_does_not_pay_for_is_given_back() -> None:
+    clock = SimpleNamespace(now=0.0)
+    budget = Budget(100.0, lambda: clock.now)
+    clock.now = 500.0
+    budget.add(500.0)
+    assert budget.left_s == 100.0 * (1 - RESERVE) and budget.begin() is None
+
+
 def item(test: str, kernel: str = "k", case: str = "", mask: str = "", process: int = 0, nodeid: str = "longca/x") -> Any:
     params = {"longca_kernel_name": kernel}
     params |= {"longca_case_id": case, "longca_process": process} if case else {"longca_mask_name": mask}
