@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:$SITE python tests/gpu/bench_sparse.py --minutes 2.5 [--do compare,density,index,sweep] [--kernels vsa,vsa_triton]
         [--sizes 64,128,1] [--shapes 8K,32K] [--json FILE]
-    PYTHONPATH=. python tests/gpu/bench_sparse.py --table FILE
+    PYTHONPATH=. python tests/gpu/bench_sparse.py --table FILE | --update docs/block-sparse.md
 
 compare: density 0.5, every kernel, shape and block. density: 32K to 128K tokens, densities 0.1 to 1.0; the middle one and the ends of
 the lengths first, and what would not fit into the time is left out. sweep: see sweep_sparse. They run in this order, whatever `--do` says.
@@ -16,6 +16,7 @@ pairs, head_dim 128, bf16; groups of eight query heads share a map, under MHA to
 import argparse
 import contextlib
 import itertools
+import re
 import statistics
 import sys
 import threading
@@ -274,6 +275,15 @@ def markdown(file: Path) -> str:
     return "\n".join(lines)
 
 
+def updated(page: str, root: Path) -> str:
+    """The page with its tables made anew: each stands between a comment with the command that prints it and one that says end."""
+
+    def table(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{markdown(root / found[2])}\n<!-- end -->"
+
+    return re.sub(r"(<!-- python tests/gpu/bench_sparse.py --table (\S+) -->)\n.*?<!-- end -->", table, page, flags=re.S)
+
+
 def in_order(row: tuple[tuple[str, ...], object]) -> tuple[object, ...]:
     tokens, heads, block, density = row[0]
     return int(tokens.replace(",", "")), -int(heads.partition(":")[2]), block == "64 to 128", int(block.split()[0]), float(density)
@@ -322,6 +332,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--json", type=Path, help="a file that gets the records")
     parser.add_argument("--table", type=Path, help="only print the table of a file of records, as Markdown")
+    parser.add_argument("--update", type=Path, help="only make the tables of a page anew, from the files that it names")
     parser.add_argument("--densities", default="0.5", help=argparse.SUPPRESS)
     parser.add_argument("--groups", help=argparse.SUPPRESS)
     parser.add_argument("--check-kernel", help=argparse.SUPPRESS)
@@ -329,6 +340,8 @@ def main() -> None:
     sizes = [int(size) for size in options.sizes.split(",")]
     if options.table:
         print(markdown(options.table))
+    elif options.update:
+        options.update.write_text(updated(options.update.read_text(encoding="utf-8"), Path(__file__).parents[2]), encoding="utf-8")
     elif options.check_kernel:
         densities, groups = [float(x) for x in options.densities.split(",")], [int(x) for x in options.groups.split(",")]
         check_kernel(options.check_kernel, sizes, densities, groups, find_machine())
