@@ -293,7 +293,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--figures", type=Path, help="a file that gets one line of JSON for each figure")
     args = parser.parse_args()
-    return int(run(args.kernels.split(","), args.minutes, args.figures) > 0)
+    return int(run([name for name in args.kernels.split(",") if name], args.minutes, args.figures) > 0)
 
 
 if __name__ == "__main__":
