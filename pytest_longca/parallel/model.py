@@ -95,13 +95,19 @@ def _exchange_exposed_ms(case: Case, sharing: Sharing, mesh: Mesh, compute_ms: f
 
 
 def _ring_exposed_ms(case: Case, mesh: Mesh, direction: str, compute_ms: float, network: Network) -> float:
-    """What hops outlast the blocks behind which they are hidden; in the backward a gradient travels with each block, and once more home."""
+    """What hops outlast the blocks behind which they are hidden; in the backward a gradient travels with each block, and once more home.
+
+    The very last hop home is in the operands' dtype.
+    """
     step = compute_ms / mesh.ring
     kv, grad = _block_bytes(case, mesh, BF16_BYTES), _block_bytes(case, mesh, FP32_BYTES) * (direction == "bwd")
     inner, outer = network.along(mesh, "inner"), network.along(mesh, "outer")
     exposed = mesh.outer * (mesh.inner - 1) * max(0.0, inner.ms(kv) + inner.ms(grad) - step)
     exposed += (mesh.outer - 1) * max(0.0, outer.ms(kv) + outer.ms(grad) - step * mesh.inner)
-    return exposed + (inner.ms(grad) if mesh.inner > 1 else 0.0) + (outer.ms(grad) if mesh.outer > 1 else 0.0)
+    if direction == "fwd":
+        return exposed
+    home = inner.ms(kv if mesh.outer == 1 else grad) if mesh.inner > 1 else 0.0
+    return exposed + home + (outer.ms(kv) if mesh.outer > 1 else 0.0)
 
 
 def _gather_ms(case: Case, mesh: Mesh, direction: str, compute_ms: float, network: Network) -> float:

@@ -26,6 +26,7 @@ from pytest_longca.parallel.kernel import NaiveBlock
 from pytest_longca.parallel.lanes import Finish, Lanes, ahead
 from pytest_longca.parallel.mechanisms import MECHANISMS, Mesh
 from pytest_longca.parallel.setup import Sharing, bind, shards_of
+from pytest_longca.parallel.timing import strays_from_one_lane
 from pytest_longca.parallel.world import World
 
 Clock = dict[str, int]
@@ -250,6 +251,27 @@ def test_next_kernel_does_not_wait_for_the_one_before(watch: Watch, sharing: Sha
         assert len(kernels) > 1
         for (lane, _, end), (_, start, _) in itertools.pairwise(kernels):
             assert start.get(lane, 0) < end[lane]
+
+
+@pytest.mark.parametrize(("tensor", "method"), [(None, ""), ("out", "block_forward"), ("dq", "block_backward")])
+def test_tensor_that_strays_from_one_lane_is_named(tensor: str | None, method: str) -> None:
+    case = Case(mask=load(MASKS["causal"]).default(128, 0), heads_q=4, heads_kv=2, head_dim=8, dtype="bf16")
+
+    class Late(NaiveBlock):
+        calls = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            honest = super().__getattribute__(name)
+            return partial(self.late, honest) if name == method else honest
+
+        def late(self, honest: Callable[..., Any], *operands: Any) -> Any:
+            self.calls += 1
+            first, *rest = honest(*operands)
+            return (first * (1 + 0.1 * (self.calls > 2)), *rest)
+
+    sharing = Sharing("ring_p2p", 1)
+    found = strays_from_one_lane(World(0, 1, is_connected=False), case, sharing, Late(), shards_of(case, sharing))
+    assert found == tensor
 
 
 def test_first_call_of_a_segment_is_on_the_spine(watch: Watch) -> None:
