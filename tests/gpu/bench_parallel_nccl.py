@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_longca.parallel.tables import markdown
@@ -26,25 +26,31 @@ START_S = 25  # imports and NCCL, before the first cell of a stage; and a cell a
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One run of the benchmark, and after how many seconds it is killed on two GPUs at 32K tokens each."""
+    """One run of the benchmark, after how many seconds it is killed on two GPUs, and after how many one of its cells counts as hung."""
 
     name: str
-    seconds: int
+    seconds: float
     arguments: str
+    cell_seconds: float = 40
+
+    def on(self, gpus: int) -> "Stage":
+        """The same on more GPUs: with as many tokens each, a rank computes in proportion to their number."""
+        scale = max(1.0, gpus / 2)
+        return replace(self, seconds=self.seconds * scale, cell_seconds=self.cell_seconds * scale)
 
 
 ONCE = "--tokens 32768 --layouts zigzag --no-exposed"
 STAGES = (
-    Stage("fa2", 165, "--kernels fa2 --masks causal,full --tokens 32768 --peers ring-flash-attn,yunchang --links"),
+    Stage("fa2", 170, "--kernels fa2 --masks causal,full --tokens 32768 --peers ring-flash-attn,yunchang --links"),
     Stage("fa2_8k", 70, "--kernels fa2 --masks causal,full --tokens 8192 --peers ring-flash-attn,yunchang"),
-    Stage("fast", 120, "--kernels cudnn_flex --masks causal,full --tokens 32768 --cell-timeout 75"),
+    Stage("fast", 120, "--kernels cudnn_flex --masks causal,full --tokens 32768", 75),
     Stage("documents", 75, f"--kernels fa2 --masks causal_document,full_document {ONCE} --peers ring-flash-attn"),
-    Stage("heterogeneous", 90, f"--kernels flashmask --masks prefix_lm_causal,shared_question {ONCE} --cell-timeout 75"),
+    Stage("heterogeneous", 90, f"--kernels flashmask --masks prefix_lm_causal,shared_question {ONCE}", 75),
     Stage("torch", 45, "--kernels= --peers torch --masks causal,full --tokens 32768,8192"),
     Stage("one_lane", 60, "--kernels fa2 --masks causal --tokens 32768 --lanes 1 --no-exposed"),
 )
 GRACE_S = 3
-EFFORT = "--warmup 2 --samples 12 --budget 0.7 --cell-timeout 40"
+EFFORT = "--warmup 2 --samples 12 --budget 0.7"
 
 
 def main() -> int:
@@ -59,11 +65,11 @@ def main() -> int:
     if unknown := [name for name in options.stages.split(",") if name not in known]:
         parser.error(f"no stage {unknown[0]!r}: {', '.join(known)}")
     end = time.monotonic() + options.minutes * 60
-    for stage in (known[name] for name in options.stages.split(",")):
+    for stage in (known[name].on(options.gpus) for name in options.stages.split(",")):
         seconds = min(stage.seconds, end - time.monotonic())
         if options.dry_run:
             launch = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
-            print(f"# {stage.name}, {stage.seconds} s\n{shlex.join([*launch, *command(stage, stage.seconds, options.json)])}")
+            print(f"# {stage.name}, {stage.seconds:g} s\n{shlex.join([*launch, *command(stage, stage.seconds, options.json)])}")
         elif seconds > START_S:
             run(stage, options.gpus, seconds, options.json)
         else:
@@ -74,7 +80,8 @@ def main() -> int:
 def command(stage: Stage, seconds: float, json: Path) -> list[str]:
     """What a rank of the stage runs: no cell starts so late that it is sure to be killed."""
     minutes = max(1.0, seconds - START_S) / 60
-    return ["-m", "pytest_longca.parallel.bench", *shlex.split(f"{EFFORT} {stage.arguments}"), f"--minutes={minutes:.2f}", f"--json={json}"]
+    limits = f"--cell-timeout={stage.cell_seconds:g}", f"--minutes={minutes:.2f}"
+    return ["-m", "pytest_longca.parallel.bench", *shlex.split(f"{EFFORT} {stage.arguments}"), *limits, f"--json={json}"]
 
 
 def run(stage: Stage, gpus: int, seconds: float, json: Path) -> None:
