@@ -76,8 +76,9 @@ class Settings:
         for name in self.mechanisms:
             default = find_mechanism(name).layout
             has_documents = "document" in mask or mask in ("shared_question", "causal_blockwise")
-            layouts = self.layouts or (DOCUMENT_LAYOUTS if has_documents and default == "zigzag" else (default,))
-            for layout in layouts:
+            layouts = self.layouts or (DOCUMENT_LAYOUTS if has_documents else (default,))
+            has_ring = default != "contiguous" or self.mesh is not None
+            for layout in layouts if has_ring else (default,):
                 yield Sharing(name, self.world, self.mesh, layout, self.groups, self.lanes)
 
 

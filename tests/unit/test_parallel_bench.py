@@ -65,6 +65,12 @@ def test_mechanism_that_cannot_share_the_heads_says_why_and_the_others_run(tmp_p
     assert "(" in ring and "unsupported" not in ring
 
 
+def test_layout_is_named_only_where_there_is_a_ring() -> None:
+    output = io.StringIO()
+    assert main([*SMALL, "--masks=causal", "--mechanisms=ulysses,ring_p2p", "--layouts=balanced", "--simulate-world=2"], output) == 0
+    assert "ulysses " in output.getvalue() and "ulysses balanced" not in output.getvalue() and "ring_p2p balanced" in output.getvalue()
+
+
 def test_time_that_is_spent_leaves_cells_not_verified() -> None:
     output = io.StringIO()
     assert main([*SMALL, "--masks=full", "--simulate-world=2", "--minutes=0"], output) == 0
