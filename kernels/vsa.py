@@ -5,7 +5,8 @@ Masks: uniform and variable blocks. Upstream keeps its data padded, every block 
 multiples of 64 the call copies tokens into that layout and back, and this is timed with it, as whoever has such data pays it.
 Layout: BHSD, made contiguous by upstream. Dtypes: bf16. Head dims: 64, 128. GQA: no. One batch element a call, in a loop.
 Directions: forward and backward, through upstream's autograd; the backward inverts the lists again in every call. Architectures: sm90.
-Determinism: forward; gradients are added in any order. lse: upstream's is -sqrt(head_dim) times the natural one.
+Determinism: forward; gradients are added in any order. lse: upstream's is -sqrt(head_dim) times the natural one. Its online softmax drifts
+by up to |score| 2^-24 for each key block (docs/block-sparse.md), which shows in large scores and long rows.
 A row that sees nothing: undefined upstream (it reads before its list), so such a map is refused.
 """
 
