@@ -67,7 +67,7 @@ class ContextParallel:
             if step := self.plan.step(block.sources):
                 k, v = _split(block.data[step.keys], q.shape[-1])
                 call = partial(self.kernel.block_forward, q[step.rows], k, v, step.segment, self.scale)
-                launched = partial(_add, total, step.rows, self.lanes.launch(("forward", step.segment), call))
+                launched = partial(_add, total, step.rows, self.lanes.launch(("forward", step.segment, q.shape), call))
                 last()
                 last = launched
 
@@ -86,7 +86,7 @@ class ContextParallel:
                 return lambda: None
             rows, keys, (k, v) = step.rows, step.keys, _split(block.data[step.keys], q.shape[-1])
             operands = do[rows], q[rows], k, v, out[rows], lse[:, rows], step.segment, self.scale
-            finish = self.lanes.launch(("backward", step.segment), partial(self.kernel.block_backward, *operands))
+            finish = self.lanes.launch(("backward", step.segment, q.shape), partial(self.kernel.block_backward, *operands))
 
             def grad() -> Tensor:
                 dq, dk, dv = finish()

@@ -306,7 +306,8 @@ def _facts(case: Case, sharing: Sharing, shards: Shards) -> dict[str, Any]:
         "mesh": str(shards.mesh),
         "placement": sharing.row.placement(shards.mesh, sharing.ranks_per_node),
         "layout": sharing.layout_name,
-        "groups": head_groups(case, shards.mesh, sharing.groups),
+        "groups": sharing.groups,
+        "head_groups": head_groups(case, shards.mesh, sharing.groups),
         "lanes": sharing.lanes,
         "imbalance": max(work) * len(work) / max(1, sum(work)),
     }

@@ -110,7 +110,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="dtype (default: bf16)")
     parser.add_argument("--mesh", default="", help="outer x inner x heads, as in 2x2x2 (default: each mechanism's own)")
     parser.add_argument("--layouts", default="", help="layouts (default: the mechanism's own; for documents zigzag and balanced)")
-    parser.add_argument("--groups", type=int, default=0, help="pipelined head groups of the Ulysses exchange (default: 4 at most)")
+    parser.add_argument(
+        "--groups", type=int, default=0, help="pipelined head groups of the Ulysses exchange (default: 3, the first and last small)"
+    )
     parser.add_argument("--lanes", type=int, default=2, choices=(1, 2), help="streams on which block kernels take turns (default: 2)")
     parser.add_argument("--samples", type=int, default=20, help="calls that are sampled for each figure, at most (default: 20)")
     parser.add_argument("--warmup", type=int, default=3, help="calls before them (default: 3)")

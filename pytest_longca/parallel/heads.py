@@ -16,25 +16,33 @@ from pytest_longca.parallel.lanes import Finish, ahead
 
 @dataclass(slots=True, eq=False)
 class HeadExchange:
-    """The exchange over one mesh axis of U ranks. A rank's head h of H lies at (rank of the axis, group, head of the group).
+    """The exchange over one mesh axis of U ranks. A rank's head h of H lies at (rank of the axis, key/value head, query head of its group).
 
-    `lengths` are the tokens of each of the U ranks.
+    `lengths` are the tokens of each of the U ranks, `groups` the key/value heads of a rank in each pipelined part.
     """
 
     channel: Channel
     lengths: Sequence[int]
-    groups: int = 1
+    groups: Sequence[int] = (1,)
 
     def to_heads(self, *tensors: Tensor) -> Iterator[list[Tensor]]:
         """Each group's share of `[tokens, heads, dim]` tensors, all tokens of the axis; the next group is in flight meanwhile."""
         if self.channel.size == 1:
             yield list(tensors)
             return
-        yield from ahead(self._send(tensors, group) for group in range(self.groups))
+        yield from ahead(self._send(tensors, part) for part in self.parts())
 
-    def _send(self, tensors: Sequence[Tensor], group: int) -> Finish[list[Tensor]]:
+    def parts(self) -> Iterator[slice]:
+        """Which key/value heads of a rank are in each group."""
+        stop = 0
+        for count in self.groups:
+            start, stop = stop, stop + count
+            yield slice(start, stop)
+
+    def _send(self, tensors: Sequence[Tensor], heads: slice) -> Finish[list[Tensor]]:
         size, tokens = self.channel.size, len(tensors[0])
-        shares = [x.unflatten(1, (size, self.groups, -1))[:, :, group].transpose(0, 1) for x in tensors]  # [U, tokens, heads, dim]
+        split = size, sum(self.groups), -1
+        shares = [x.unflatten(1, split)[:, :, heads].flatten(2, 3).transpose(0, 1) for x in tensors]  # [U, tokens, heads, dim]
         widths = [share.shape[2] * share.shape[3] for share in shares]
         packed = tensors[0].new_empty(size, tokens, sum(widths))
         for part, share in zip(packed.split(widths, -1), shares, strict=True):
@@ -50,22 +58,28 @@ class WayBack:
 
     exchange: HeadExchange
     _wholes: list[Tensor] = field(default_factory=list)
-    _num_sent: int = 0
+    _to_send: Iterator[slice] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._to_send = self.exchange.parts()
 
     def send(self, *tensors: Tensor) -> None:
         """Send the next group's `[all tokens, group's heads, dim]`, several tensors as one message."""
-        channel, lengths = self.exchange.channel, self.exchange.lengths
+        channel, lengths, groups = self.exchange.channel, self.exchange.lengths, self.exchange.groups
         if channel.size == 1:
             self._wholes = list(tensors)
             return
-        size, own = channel.size, lengths[channel.rank]
-        if not self._wholes:
-            self._wholes = [x.new_empty(own, size, self.exchange.groups, *x.shape[1:]) for x in tensors]
+        size, own, heads = channel.size, lengths[channel.rank], next(self._to_send)
+        split = [(heads.stop - heads.start, -1, x.shape[2]) for x in tensors]
         received = channel.all_to_all(_side_by_side(tensors), lengths, [own] * size)()
         parts = received.view(size, own, -1).transpose(0, 1).split([x.shape[1] * x.shape[2] for x in tensors], -1)
-        for whole, part, x in zip(self._wholes, parts, tensors, strict=True):
-            whole[:, :, self._num_sent].copy_(part.unflatten(-1, x.shape[1:]))
-        self._num_sent += 1
+        shares = [
+            part.unflatten(-1, shape) for part, shape in zip(parts, split, strict=True)
+        ]  # [own tokens, U, kv heads, their heads, dim]
+        if not self._wholes:
+            self._wholes = [share.new_empty(own, size, sum(groups), *share.shape[3:]) for share in shares]
+        for whole, share in zip(self._wholes, shares, strict=True):
+            whole[:, :, heads].copy_(share)
 
     def result(self) -> list[Tensor]:
         """The tensors that were sent, `[tokens, heads, dim]` each: this rank's tokens, all heads."""

@@ -5,8 +5,8 @@
 Compute is data (records of simulated ranks), or the rate of the kernel alone is assumed; links are fitted on what is there, the others are
 named assumptions.
 A ring hides a hop behind the block that it computes meanwhile, a gather hides behind the rank's own block (its gradients' way back does
-not), and an exchange of heads in g groups hides all but the first and the last. Links that are busy while a rank computes slow it down by
-the factor 1 + `contention`.
+not), and an exchange of heads hides all but the first group's way in and the last one's way out. Links that are busy while a rank computes
+slow it down by the factor 1 + `contention`.
 """
 
 import argparse
@@ -89,9 +89,10 @@ def _exchange_exposed_ms(case: Case, sharing: Sharing, mesh: Mesh, compute_ms: f
     if mesh.heads == 1:
         return 0.0
     groups = head_groups(case, mesh, sharing.groups)
-    one_way = exchange_bytes(case, mesh) / groups / 2
-    one_group = 2 * network.exchange_ms(one_way, mesh, "heads")
-    return one_group + max(0.0, (one_group - compute_ms / groups) * (groups - 1))
+    shares = [0.0, *(heads / sum(groups) for heads in groups), 0.0]
+    ways = [network.exchange_ms(share * exchange_bytes(case, mesh) / 2, mesh, "heads") for share in shares]
+    beside = [max(0.0, before + after - share * compute_ms) for before, share, after in zip(ways, shares[1:], ways[2:], strict=False)]
+    return ways[1] + ways[-2] + sum(beside)
 
 
 def _ring_exposed_ms(case: Case, mesh: Mesh, direction: str, compute_ms: float, network: Network) -> float:

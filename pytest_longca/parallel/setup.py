@@ -19,9 +19,6 @@ from pytest_longca.parallel.mechanisms import RANKS_PER_NODE, Heads, Mechanism, 
 from pytest_longca.parallel.plan import Plan
 from pytest_longca.parallel.world import World
 
-PIPELINED_GROUPS = 4
-"""More expose less of the exchange, and make kernels smaller: with 32 query heads on 2 GPUs a group of a quarter is still 8 heads."""
-
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
@@ -119,12 +116,20 @@ def _communicator(row: Mechanism, mesh: Mesh, world: World, plan: Plan) -> Commu
     return Chain(outer, inner)
 
 
-def head_groups(case: Case, mesh: Mesh, wanted: int = 0) -> int:
-    """The largest number of head groups up to `wanted` (0: 4) that divides a rank's key/value heads; 1 without Ulysses."""
-    if mesh.heads == 1:
-        return 1
+def head_groups(case: Case, mesh: Mesh, wanted: int = 0) -> tuple[int, ...]:
+    """How many of a rank's key/value heads each pipelined group of the exchange has: `wanted` near-equal groups, as far as heads go.
+
+    0 asks for three: the first one's way in and the last one's way out are waited for, so those are an eighth at most, and all between are
+    one, because each transfer beside a kernel takes processors from it.
+    """
     heads = max(case.heads_kv, mesh.heads) // mesh.heads
-    return max(n for n in range(1, (wanted or PIPELINED_GROUPS) + 1) if heads % n == 0)
+    ends = max(1, heads // 8)
+    if mesh.heads == 1:
+        return (heads,)
+    if wanted == 0 and heads > 2 * ends:
+        return ends, heads - 2 * ends, ends
+    count = min(wanted or heads, heads)
+    return tuple(heads // count + (group < heads % count) for group in range(count))
 
 
 def exchange_bytes(case: Case, mesh: Mesh) -> float:

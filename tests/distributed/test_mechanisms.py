@@ -79,7 +79,7 @@ def expected_traffic(case: Case, mesh: Mesh, gathers: bool) -> dict[str, int]:
     ring, u = mesh.ring, mesh.heads
     found = {}
     if u > 1:
-        groups = max(n for n in (1, 2, 4) if max(case.heads_kv, u) // u % n == 0)
+        groups = min(3, max(case.heads_kv, u) // u)
         found |= {"all_to_all_bytes": 2 * (u - 1) * tokens * size * (2 * q + 2 * kv) // u, "all_to_all_messages": 4 * groups * (u - 1)}
     else:
         groups = 1

@@ -194,11 +194,23 @@ def test_model_exposes_one_group_of_the_exchange() -> None:
     assert four == pytest.approx(one / 4)
 
 
-@pytest.mark.parametrize(("heads_kv", "ranks", "wanted", "groups"), [(8, 2, 0, 4), (6, 2, 0, 3), (8, 2, 2, 2), (8, 8, 0, 1), (2, 4, 0, 1)])
-def test_head_groups_divide_the_key_value_heads_of_a_rank(heads_kv: int, ranks: int, wanted: int, groups: int) -> None:
+GROUPS = [
+    (8, 2, 0, (1, 2, 1)),
+    (64, 2, 0, (4, 24, 4)),
+    (6, 2, 0, (1, 1, 1)),
+    (4, 2, 0, (1, 1)),
+    (8, 2, 1, (4,)),
+    (10, 2, 2, (3, 2)),
+    (8, 8, 0, (1,)),
+    (2, 4, 0, (1,)),
+]
+
+
+@pytest.mark.parametrize(("heads_kv", "ranks", "wanted", "groups"), GROUPS)
+def test_head_groups_share_the_key_value_heads_of_a_rank(heads_kv: int, ranks: int, wanted: int, groups: tuple[int, ...]) -> None:
     case = Case(mask=load(MASKS["full"])(64, 64), heads_q=8 * heads_kv, heads_kv=heads_kv, head_dim=128, dtype="bf16")
     assert head_groups(case, Mesh(heads=ranks), wanted) == groups
-    assert head_groups(case, Mesh(inner=ranks), wanted) == 1
+    assert head_groups(case, Mesh(inner=ranks), wanted) == (heads_kv,)
 
 
 def test_rates_that_are_assumed_without_records_are_those_that_were_measured() -> None:
