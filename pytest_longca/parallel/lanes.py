@@ -53,7 +53,7 @@ class Lanes:
     def launch(self, key: object, call: Callable[[], T]) -> Finish[T]:
         """Run `call` on the next lane, behind what the spine has been given. Only inside `apart`.
 
-        The first call of a `key` (a segment and shapes) makes what the kernel derives from it and both lanes will read: it runs on the spine.
+        The first call of a `key` (segment, shapes) makes what the kernel derives from it and both lanes will read, so it is on the spine.
         """
         if not self.lanes or key not in self._met:
             self._met.add(key)
