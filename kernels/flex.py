@@ -12,6 +12,7 @@ speed, and after eight shapes dynamo would run eagerly without a word; that is a
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,12 +22,21 @@ from torch import Tensor
 
 from pytest_longca.backend import BackendCall
 from pytest_longca.case import Case, Values
+from pytest_longca.errors import DidNotRun
 from pytest_longca.inputs import Inputs
 from pytest_longca.kernel import Capabilities, Kernel
 from pytest_longca.kernels.naive import too_long_for_scores
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
+from pytest_longca.outcome import Unsupported
 
+BLOCK = 128
+"""Queries and keys of a block of the BlockMask."""
+NO_KERNEL = re.compile(r"NoValidChoicesError: .*|No valid triton configs\. \w+: out of resource.*")
+"""Inductor's words when it finds no kernel for a graph, or none that fits the device's shared memory, before anything ran.
+
+Text, as it keeps no more of the errors that it wraps. A kernel that does not compile for another reason has other words.
+"""
 MOST_CASES = 16
 """Cases whose graphs a process keeps: checks go back and forth between a few."""
 MOST_LAYOUTS = 12
@@ -49,12 +59,17 @@ class Flex(Kernel):
             (machine.capability is not None and machine.capability < (8, 0), "compiles for compute capability 8.0 and later"),
             (case.dtype == "fp64", "takes fp32, bf16, fp16, not fp64, when compiled"),
             (min(case.head_dim, case.head_dim_v) < 16, "takes head dims from 16 when compiled"),
+            (
+                _is_decoded(case) and case.seqlen_q * case.group > BLOCK,
+                f"decodes where there are fewer than {BLOCK} queries, a group's heads together, at most {BLOCK} rows: not "
+                f"{case.seqlen_q} queries of {case.group} heads",
+            ),
         )
         return next((reason for broken, reason in rules if broken), None)
 
     def bind(self, case: Case, inputs: Inputs) -> BackendCall:
         options: dict[str, Any] = {
-            "block_mask": case.mask.block_mask(inputs.q.device),
+            "block_mask": case.mask.block_mask(inputs.q.device, BLOCK),
             "scale": case.scale,
             "enable_gqa": case.group > 1,
             "return_aux": flex.AuxRequest(lse=True),
@@ -65,8 +80,8 @@ class Flex(Kernel):
             out, extra = run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
             return out.transpose(1, 2), extra.lse
 
-        facts = {"compiled_form": form, "mask_form": "BlockMask of 128"}
-        return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts)
+        facts = {"compiled_form": form, "mask_form": f"BlockMask of {BLOCK}"}
+        return FlexCall(self.name, attend, inputs, case.direction.needs_backward, facts)
 
     def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
         batch, heads = (None if size == 1 else size for size in (case.mask.batch, case.mask.heads))
@@ -87,6 +102,40 @@ def attention(q, k, v):
     out, extra = RUN(q, k, v, block_mask=BLOCK_MASK, scale=SCALE, enable_gqa={case.group > 1}, return_aux=AuxRequest(lse=True))
     return out.transpose(1, 2), extra.lse.float()
 """
+
+
+def _is_decoded(case: Case) -> bool:
+    """Whether Inductor takes its kernel for short queries, flex_decoding.py: its blocks hold all queries of a group of heads.
+
+    It goes on to look for one whose rows, rounded up to a power of two, divide the block of the BlockMask, and has none for more rows.
+    """
+    is_power_of_two = case.group & (case.group - 1) == 0
+    return case.seqlen_q < BLOCK and is_power_of_two and case.mask.heads == 1
+
+
+class FlexCall(BackendCall):
+    """A BackendCall of what is compiled at its first forward and backward, where a shape may turn out to have no kernel."""
+
+    __slots__ = ()
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        with _compilation():
+            return super().forward()
+
+    def backward(self, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with _compilation():
+            return super().backward(do)
+
+
+@contextlib.contextmanager
+def _compilation() -> Iterator[None]:
+    """Turn Inductor's word that it has no kernel into DidNotRun(Unsupported(...)); all other errors pass."""
+    try:
+        yield
+    except torch._inductor.exc.InductorError as error:
+        if words := NO_KERNEL.search(str(error)):
+            raise DidNotRun(Unsupported(f"{Flex.name} cannot compile it: {words[0]}")) from error
+        raise
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:

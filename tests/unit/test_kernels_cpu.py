@@ -3,15 +3,22 @@
 import dataclasses
 import functools
 import random
+import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._inductor.exc import InductorError, LoweringException
+from torch._inductor.runtime.triton_heuristics import NoTritonConfigsError
+from torch._inductor.select_algorithm import NoValidChoicesError
+from torch.nn.attention.flex_attention import AuxRequest
 
 from pytest_longca.case import Case, Direction, Layout, Values
 from pytest_longca.catalogue import KERNELS, MASKS, load
+from pytest_longca.errors import DidNotRun
 from pytest_longca.inputs import make_inputs
 from pytest_longca.judge import Result, judge
 from pytest_longca.kernel import SUMS_IN_DTYPE, Kernel
@@ -20,6 +27,7 @@ from pytest_longca.machine import CPU
 from pytest_longca.mask import PredicateMask
 from pytest_longca.masks.document import CausalDocument
 from pytest_longca.masks.regular import Causal, CausalSlidingWindow, Full
+from pytest_longca.outcome import Unsupported
 from pytest_longca.reference import compute
 
 
@@ -223,6 +231,73 @@ def test_flex_compiles_every_shape_for_itself_and_never_falls_to_eager(graphs: l
     assert len(graphs) == num_cases
     for graph in graphs:  # no symbol for a size: every one is a number
         assert all(isinstance(size, int) for node in graph.graph.nodes if "example_value" in node.meta for size in sizes_of(node))
+
+
+def lowering_error(inner: Exception) -> Exception:
+    """An error of one operator's lowering, as Inductor wraps it."""
+    return LoweringException(inner, "flex_attention", [], {})
+
+
+NO_KERNEL = [
+    lowering_error(NoValidChoicesError("No choices to select. Provided reason: No choices exist for backend. ")),
+    RuntimeError("No valid triton configs. OutOfMemoryError: out of resource: triton_tem_fused Required: 247808 Hardware limit:232448"),
+    NoTritonConfigsError(
+        "No valid triton configs. OutOfResources: out of resource: shared memory, Required: 247808, Hardware limit: 232448"
+    ),
+]
+BROKEN = [
+    lowering_error(AssertionError("Query length must be greater than 0")),
+    NoTritonConfigsError("No valid triton configs. PTXASError: PTXAS error: Internal Triton PTX codegen error"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+]
+
+
+def call_that_compiles_to(error: Exception, monkeypatch: pytest.MonkeyPatch) -> flex.FlexCall:
+    """A call of flex whose compiler raises the error, as Inductor does."""
+
+    def compiler(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        raise InductorError(error, None) from None
+
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_with(function, backend=compiler, **options))
+    monkeypatch.setattr(flex, "_flex_attention", functools.cache(flex._flex_attention.__wrapped__))
+    case = Case(mask=Full(8, 8), head_dim=16)
+    options: dict[str, Any] = {"block_mask": case.mask.block_mask("cpu"), "return_aux": AuxRequest(lse=True)}
+    run = flex._compiled(case)
+    return flex.FlexCall("flex", lambda q, k, v: run(*(x.transpose(1, 2) for x in (q, k, v)), **options), make_inputs(case), False, {})
+
+
+@pytest.mark.parametrize("error", NO_KERNEL, ids=lambda error: str(error).partition(":")[0])
+def test_a_shape_for_which_inductor_has_no_kernel_is_a_refusal(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DidNotRun) as stopped:
+        call_that_compiles_to(error, monkeypatch).forward()
+    assert isinstance(stopped.value.outcome, Unsupported)
+    assert re.match(
+        r"flex cannot compile it: (NoValidChoicesError: No choices to select|No valid triton configs)", stopped.value.outcome.reason
+    )
+
+
+@pytest.mark.parametrize("error", BROKEN, ids=lambda error: str(error).partition(":")[0])
+def test_every_other_error_of_inductor_stays_what_it_is(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InductorError):
+        call_that_compiles_to(error, monkeypatch).forward()
+
+
+def test_a_backward_that_has_no_kernel_is_a_refusal_too() -> None:
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return v.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            raise InductorError(NO_KERNEL[1], None)
+
+    inputs = make_inputs(Case(mask=Full(8, 8), head_dim=16))
+    call = flex.FlexCall("flex", lambda q, k, v: (Attention.apply(q, k, v), None), inputs, True, {})
+    call.forward()
+    with pytest.raises(DidNotRun, match="flex cannot compile it: No valid triton configs"):
+        call.backward(inputs.do)
 
 
 def sizes_of(node: torch.fx.Node) -> Iterator[object]:
