@@ -245,7 +245,9 @@ OPTIONS: tuple[Option, ...] = (
         "MODE",
         "auto",
     ),
-    Option("timeout", duration, "how long one case may take before it counts as a hang", "TIME", "120s"),
+    Option(
+        "timeout", duration, "how long one case may take before it counts as a hang; one that compiles has 4 minutes more", "TIME", "120s"
+    ),
     Option("mechanisms", names, "share each case among ranks instead, by these mechanisms, such as ulysses,usp", "NAMES"),
     Option("world-sizes", counts, "numbers of ranks", "SIZES", "2,4"),
     Option("mesh", text, "the ranks as outer x inner x heads, such as 2x2x2, instead of each mechanism's own", "MESH"),

@@ -16,7 +16,7 @@ from pytest_longca.options import Options, select
 from pytest_longca.outcome import NotInstalled, Outcome, TimedOut, Unsupported
 from pytest_longca.sources import Source, catalogue_of, mechanisms_of, sources_of
 from pytest_longca.spent import KERNELS, TIME, add, shares
-from pytest_longca.workers import START_TIMEOUT_S, Executor, InProcess, Worker
+from pytest_longca.workers import COMPILE_TIMEOUT_S, START_TIMEOUT_S, Executor, InProcess, Worker
 
 if TYPE_CHECKING:
     from pytest_longca.case import Case
@@ -191,17 +191,24 @@ class Session:
         return answer
 
     def _answer(self, kernel: str, request: dict[str, Any]) -> dict[str, Any]:
-        budget = self.budget
+        budget, timeout_s = self.budget, self.timeout_s(kernel)
         if budget is None:
-            return self.executor(kernel).call(request, self.options.timeout)
+            return self.executor(kernel).call(request, timeout_s)
         if budget.left_s <= 0:
             raise DidNotRun(budget.postponed())
         try:
-            return self.executor(kernel).call(request, min(self.options.timeout, budget.left_s))
+            return self.executor(kernel).call(request, min(timeout_s, budget.left_s))
         except DidNotRun as stopped:
             if isinstance(stopped.outcome, TimedOut) and budget.left_s <= 0:
                 raise DidNotRun(budget.postponed()) from None
             raise
+
+    def timeout_s(self, kernel: str) -> float:
+        """How long one case of the kernel may take before it counts as a hang: longer for one that compiles."""
+        candidate = self.catalogue.kernel(kernel)
+        usual: float = self.options.timeout
+        compiles = candidate.compiles_per_shape or candidate.compiles_to_disk(self.machine)
+        return usual + COMPILE_TIMEOUT_S if compiles else usual
 
     def verify(self, kernel: str, case: "Case", checks: Iterable[str]) -> "Verification":
         """Run the case and the checks in a worker. A crash or a hang is the verification's outcome."""

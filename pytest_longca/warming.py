@@ -22,7 +22,7 @@ from pytest_longca.errors import LongcaError
 from pytest_longca.ids import parse_case
 from pytest_longca.kernel import Kernel
 from pytest_longca.machine import Machine
-from pytest_longca.workers import Worker
+from pytest_longca.workers import COMPILE_TIMEOUT_S, Worker
 
 if TYPE_CHECKING:
     import pytest
@@ -52,7 +52,7 @@ def warm(session: "Session", items: "Sequence[pytest.Item]", reporter: Any) -> N
     is_off = options.compile_workers == 0 or options.isolate == "off" or session.num_sharing > 1
     if runs := [] if is_off else runs_of(session, items):
         num, told = num_processes(options.compile_workers, runs, session.machine), started
-        for done, (run, compile_ms) in enumerate(run_all(runs, session.sources, num, options.timeout), 1):
+        for done, (run, compile_ms) in enumerate(run_all(runs, session.sources, num, options.timeout + COMPILE_TIMEOUT_S), 1):
             now = time.monotonic()
             if compile_ms is not None:
                 session.compile_ms[run.kernel, run.case] = compile_ms

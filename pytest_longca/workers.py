@@ -16,6 +16,8 @@ from pytest_longca.processes import choose_triton_mode, head_and_tail, how_it_en
 from pytest_longca.sources import Source
 
 START_TIMEOUT_S = 120.0
+COMPILE_TIMEOUT_S = 240.0
+"""What a case of a kernel that compiles has beyond --longca-timeout: its checks compile up to ten graphs, seconds each."""
 
 
 class Executor(Protocol):
