@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pytest_longca.arithmetic import Weights
 from pytest_longca.forward import TINY, Forward, flushed, widened
-from pytest_longca.limits import DS_ROUNDINGS, Bound, Terms, bound_of, concentrated, fp32_steps
+from pytest_longca.limits import DS_ROUNDINGS, UNDERFLOW, Bound, Terms, bound_of, concentrated, fp32_steps
 from pytest_longca.operands import Operands
 from pytest_longca.sweep import Piece, RowTile
 
@@ -52,7 +52,7 @@ class Backward:
         """What P gives: dv, the bound of dv, and what an error in D costs dk."""
         ops, ar = self.ops, self.ops.arithmetic
         ops.add_keys(self.dv, piece, ar.product(_transposed(weights.parts), rows.do_parts))
-        size, square, fourth = self._as_rounded(weights, weights.value)
+        size, square, fourth = self._as_rounded(weights, weights.value, ops.rounding.flush)
         absolute = ar.bound(size.mT, rows.weighted)
         dv, dk = absolute.split([ops.case.head_dim_v, ops.case.head_dim], -1)
         ops.add_keys(self.dv_absolute, piece, dv)
@@ -71,7 +71,7 @@ class Backward:
         ds = ar.gradients(p, ar.scores(rows.do, v.mT), rows.delta)
         self._to_rows(self.dq, rows, ar.product(ds.parts, ar.parts(k)))
         ops.add_keys(self.dk, piece, ar.product(_transposed(ds.parts), rows.q_parts))
-        size, square, fourth = self._as_rounded(ds, p)
+        size, square, fourth = self._as_rounded(ds, p, ops.flush_ds)
         key_absolute = ar.rough(k.abs())
         self._to_rows(self.dq_absolute, rows, ar.bound(size, key_absolute))
         ops.add_keys(self.dk_absolute, piece, ar.bound(size.mT, rows.q_absolute))
@@ -83,17 +83,16 @@ class Backward:
         ops.add_keys(self.dk_squares, piece, ar.bound(square.mT, rows.q_squares)[..., :1])
         ops.add_keys(self.dk_fourths, piece, ar.bound(fourth.mT, rows.q_fourths)[..., :1])
         if ops.rounding.flush:
-            lost = flushed(ds.value.abs(), ops.rounding.flush)
+            lost = flushed(ds.value.abs(), ops.flush_ds or 0.0)
             lost = ar.rough(torch.maximum(lost, _follows(flushed(p, ops.rounding.flush), p, ds.value)))
             self._to_rows(self.flushed["dq"], rows, ar.bound(lost, key_absolute))
             ops.add_keys(self.flushed["dk"], piece, ar.bound(lost.mT, rows.q_absolute))
 
-    def _as_rounded(self, weights: Weights, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _as_rounded(self, weights: Weights, p: Tensor, flush: float | None) -> tuple[Tensor, Tensor, Tensor]:
         """Size, square and fourth power of P or dS as their rounding errors are: larger than they, where they or P underflow."""
-        flush = self.ops.rounding.flush
-        if not flush:
+        if not self.ops.rounding.flush or not flush:
             return weights.size, weights.square, weights.fourth
-        of_p = _follows(widened(p, flush), p, weights.value)
+        of_p = _follows(widened(p, self.ops.rounding.flush), p, weights.value)
         size = self.ops.arithmetic.rough(torch.maximum(widened(weights.value.abs(), flush), of_p))
         square = size.square()
         return size, square, square.square()
@@ -131,6 +130,7 @@ class Backward:
             mean=ops.shared_key(ops.k),
             coherent=(by_delta + by_dp).sqrt() * ops.scale,
             flushed=self.flushed["dq"] * ops.scale if self.flushed else None,
+            lost=ops.case.seqlen_kv * ops.lost_ds * ops.k_most,
         )
         dq = self.dq * ops.case.scale
         bound = bound_of(dq, terms, ops.rounding, ops.case.seqlen_kv, ops.query_deviations)
@@ -151,7 +151,9 @@ class Backward:
             growth=self._growth_of_keys(),
             mean=ops.shared_query(ops.q),
             flushed=self.flushed["dk"] * ops.scale if self.flushed else None,
+            lost=ops.num_queries * ops.of_heads(ops.lost_ds * ops.q_most),
             common=by_delta,
+            common_fourths=of_delta,
             parts=squares if ops.case.group > 1 else None,
             num_parts=ops.case.group,
         )
@@ -167,6 +169,7 @@ class Backward:
             growth=self._growth_of_keys(),
             mean=ops.shared_query(ops.do),
             flushed=self.flushed.get("dv"),
+            lost=ops.num_queries * UNDERFLOW[ops.case.dtype] * ops.of_heads(ops.do_most),
             evenness=self.evenness[..., 0] / self.evenness[..., 1].clamp_min(TINY),
             parts=squares if ops.case.group > 1 else None,
             num_parts=ops.case.group,
@@ -176,7 +179,7 @@ class Backward:
 
     def _of_keys(self, value: Tensor, terms: Terms) -> tuple[Tensor, Bound]:
         ops = self.ops
-        bound = bound_of(value, terms, ops.rounding, ops.case.seqlen_q * ops.case.group, ops.key_deviations)
+        bound = bound_of(value, terms, ops.rounding, ops.num_queries, ops.key_deviations)
         return ops.per_key(value), Bound(*map(ops.per_key, bound.tensors()))
 
     def _growth_of_keys(self) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pytest_longca.arithmetic import Weights
-from pytest_longca.limits import SCALE, Bound, Terms, bound_of, concentrated, fp32_steps
+from pytest_longca.limits import SCALE, UNDERFLOW, Bound, Terms, bound_of, concentrated, fp32_steps
 from pytest_longca.operands import Operands
 from pytest_longca.sweep import Piece, RowTile
 
@@ -98,6 +98,7 @@ class Forward:
             growth=ops.growth,
             mean=ops.shared_v,
             flushed=self.flushed,
+            lost=ops.case.seqlen_kv * UNDERFLOW[ops.case.dtype] * ops.v_most,
             evenness=self.evenness,
         )
         bound = bound_of(self.out, terms, ops.rounding, ops.case.seqlen_kv, ops.query_deviations)
@@ -106,12 +107,11 @@ class Forward:
     def _lse(self) -> tuple[Tensor, Bound]:
         case = self.ops.case
         lse = (self.highest * self.ops.scale + self.total.log()).reshape(case.batch, case.heads_q, case.seqlen_q)
-        logit, others = self.ops.logit.reshape(lse.shape), 2 + lse.abs().nan_to_num(posinf=0.0)
-        zeros, size = torch.zeros_like(lse), logit + others
+        score, others = self.ops.score.reshape(lse.shape), 2 + lse.abs().nan_to_num(posinf=0.0)
+        zeros, size = torch.zeros_like(lse), score * fp32_steps(case.head_dim) + others
         # Products that are all alike round to the same side in each partial sum.
-        alike = case.head_dim / 2 / fp32_steps(case.head_dim)
-        allowed = SCALE * others + max(SCALE, alike) * logit
-        return lse, Bound(size, size, allowed, zeros, zeros, zeros, zeros)
+        allowed = SCALE * others + max(SCALE * fp32_steps(case.head_dim), case.head_dim / 2) * score
+        return lse, Bound(size, size, size, allowed, zeros, zeros, zeros, zeros)
 
 
 class _Running:

@@ -144,7 +144,7 @@ def _judge_tensor(
 
 @dataclass(frozen=True, slots=True)
 class _Circumstances:
-    """How errors of rows hang together: `batches`, `heads` and `columns` are how many are copies of each other, and so are their errors."""
+    """How errors of rows hang together: `batches`, `heads` and `columns` are how many err alike."""
 
     sums_in_dtype: bool
     batches: int
@@ -153,19 +153,16 @@ class _Circumstances:
 
 
 def _copies(case: Case, inputs: Inputs, name: str) -> tuple[int, int, int]:
-    """How many batch elements, heads and columns of a result are copies of each other, because those of its operands share their memory."""
-    queries = (inputs.q,) if name == "out" else (inputs.q, inputs.do)
-    keys = (inputs.k, inputs.v)
+    """How many batch elements, heads and columns of a result err alike, because their operands share their memory.
 
-    def are_shared(tensors: tuple[Tensor, ...], axis: int) -> bool:
-        return all(shares_memory(x, axis) for x in tensors)
-
+    One q and one k make one P: what its roundings add to a row, as a part of it, is the same whatever v and do are.
+    """
     columns = case.head_dim_v if name == "dv" and shares_memory(inputs.do, COLUMNS) else 1
-    batches = case.batch if case.mask.batch == 1 and are_shared((*queries, *keys), BATCH) else 1
-    if case.mask.heads > 1 or not are_shared(queries, HEADS):
+    batches = case.batch if case.mask.batch == 1 and all(shares_memory(x, BATCH) for x in (inputs.q, inputs.k)) else 1
+    if case.mask.heads > 1 or not shares_memory(inputs.q, HEADS):
         return batches, 1, columns
     of_group = case.group if name in ("out", "dq") else 1
-    return batches, of_group * (case.heads_kv if are_shared(keys, HEADS) else 1), columns
+    return batches, of_group * (case.heads_kv if shares_memory(inputs.k, HEADS) else 1), columns
 
 
 def _malformed(case: Case, name: str, value: Tensor) -> str | None:
@@ -218,7 +215,7 @@ def _over(error: Tensor, limit: Tensor) -> Tensor:
 def _tile_errors(size: Tensor, bound: Bound, unit: float) -> Tensor:
     """Root mean square of error over spread of each whole tile of rows: `[batch, tiles, heads]`."""
     whole = size.shape[1] - size.shape[1] % TILE_ROWS
-    unlikely = (size - bound.flush).clamp_min(0) / (unit * bound.spread)
+    unlikely = (size - bound.flush).clamp_min(0) / (unit * bound.tile)
     tiles = unlikely[:, :whole].nan_to_num(nan=0.0, posinf=math.inf).unflatten(1, (-1, TILE_ROWS)) if whole else unlikely[:, :0, None]
     return tiles.square().mean(2).sqrt()
 

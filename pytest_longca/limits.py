@@ -31,6 +31,8 @@ MATRIX_TERMS = 16
 """Products of half precision that a matrix unit adds at a time; it cuts each sum off to fp32 instead of rounding it."""
 RMS = 0.83
 """Root mean square of one rounding, in units of u."""
+UNDERFLOW = {"bf16": 2.0**-126, "fp16": 2.0**-126, "fp32": 2.0**-126, "fp64": 2.0**-1022}
+"""P and dS below it are lost: kernels flush what their arithmetic (fp32, or fp64) holds with fewer digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +111,14 @@ class Bound:
     """What the rows of a tensor may lose, each `[batch, seqlen, heads]` (of lse `[batch, heads, seqlen]`).
 
     In units of u: `scale` is the norm of the sum of absolute terms (for lse, the size of what was rounded), `spread` the root of
-    the sum of squares of everything that is rounded, `allowed` what that allows as an error's norm, `along` the part of the spread
-    that lies along the row itself, `squares` the part that is of the terms. Absolute: `flush` is what
-    underflow may cost, `shared` what all rows may lose along themselves at once.
+    the sum of squares of everything that is rounded, `tile` the same with what the rows of a tile may have in common, `allowed` what the
+    spread allows as an error's norm, `along` the part of the spread that lies along the row itself, `squares` the part that is of the
+    terms. Absolute: `flush` is what underflow may cost, `shared` what all rows may lose along themselves at once.
     """
 
     scale: Tensor
     spread: Tensor
+    tile: Tensor
     allowed: Tensor
     along: Tensor
     squares: Tensor
@@ -123,7 +126,7 @@ class Bound:
     shared: Tensor
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from (self.scale, self.spread, self.allowed, self.along, self.squares, self.flush, self.shared)
+        yield from (self.scale, self.spread, self.tile, self.allowed, self.along, self.squares, self.flush, self.shared)
 
     def with_sums_in_dtype(self, blocks: int, dim: int, deviations: float, lost: float, size: Tensor) -> "Bound":
         """The bound of a kernel that rounds its sums to the dtype after each of `blocks` blocks.
@@ -138,6 +141,7 @@ class Bound:
         return Bound(
             scale=self.scale * (1 + times / 2),
             spread=(self.spread.square() + more2).sqrt(),
+            tile=(self.tile.square() + more2).sqrt(),
             allowed=(self.allowed.square() + isotropic(dim, deviations) ** 2 * more2).sqrt(),
             along=(self.along.square() + more2 * min(3 / dim, 1)).sqrt(),
             squares=self.squares,
@@ -150,13 +154,13 @@ class Bound:
 class Terms:
     """The sums over a row's terms that a bound is made of, `[..., rows]` (`absolute`, `flushed`: `[..., rows, head_dim]`, entry by entry).
 
-    `squares` is of the independent errors, in units of u; `concentrated` is what of it lies along the row because single terms are a large
-    part of it; `mean` `[..., 1, head_dim]` is the direction that the terms share, as a part of their rms norm; `roundings` is how often
-    each term is rounded. `coherent` is the norm of an error that all terms share; `growth` is how much fp32 arithmetic adds to a
-    rounding (1 if nothing); `common` are those of `squares` that belong to errors which other rows share; `evenness` in 0 to 1 says that
-    P's roundings do not average out; `parts` are the squares of what is rounded before the last sum, `num_parts` of them, each query head's
-    share of a group;
-    `columns` of a row are copies of each other, and round alike.
+    `squares` is of the independent errors, in units of u; `concentrated` is what of it lies along the row because single terms are a
+    large part of it; `mean` `[..., 1, head_dim]` is the direction that the terms share, as a part of their rms norm; `roundings` is how
+    often each term is rounded. `coherent` is the norm of an error that all terms share; `growth` is how much fp32 arithmetic adds to a
+    rounding (1 if nothing); `common` are those of `squares` that belong to errors which other rows share, and `common_fourths` the sum
+    of their squares; `evenness` in 0 to 1 says that P's roundings do not average out; `lost` is what underflow in fp32 costs at most;
+    `parts` are the squares of what is rounded before the last sum, `num_parts` of them, each query head's share of a group; `columns`
+    of a row are copies of each other, and round alike.
     """
 
     absolute: Tensor
@@ -167,6 +171,8 @@ class Terms:
     coherent: Tensor | None = None
     flushed: Tensor | None = None
     common: Tensor | None = None
+    common_fourths: Tensor | None = None
+    lost: Tensor | None = None
     evenness: Tensor | None = None
     parts: Tensor | None = None
     roundings: int = 1
@@ -205,16 +211,42 @@ def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int, de
     # Of terms in dim directions 1/dim lies along their sum, and what large ones add to it; all where they share that direction.
     shared2 = (value * terms.mean).sum(-1).square() / size2.clamp_min(tiny)
     aligned2 = (terms.concentrated + terms.squares * (1 / dim + shared2)).minimum(terms.squares)
-    along = (aligned2 + coherent2 + rounded_along2).sqrt()
+    # A row whose entries are all one number, as far as the dtype can tell, is rounded to one side each time.
+    one_side = (1 + (terms.parts is not None)) * 2 * evenness(value.abs(), rounding) * size2.sqrt()
+    along = (aligned2 + coherent2 + rounded_along2).sqrt() + one_side / deviations
     floor = value.shape[-1] ** 0.5 * rounding.smallest * (1 + terms.num_parts**0.5 if rounding.flush else num_terms)
     flush = torch.full_like(size2, floor) if terms.flushed is None else torch.linalg.vector_norm(terms.flushed, dim=-1) + floor
+    if terms.lost is not None:
+        flush = flush + terms.lost
     # fp32's errors of scores that are alike are alike.
     shared = flush + (SCALE * rounding.unit * (terms.growth - 1) + truncation(num_terms, rounding)) * size2.sqrt()
     if terms.evenness is not None:
         shared = shared + 2 * rounding.unit * terms.evenness * size2.sqrt()
     if terms.common is not None:  # only along what all terms share does it add up over the rows
         shared = shared + deviations * rounding.unit * (terms.common * shared2).sqrt()
-    return Bound(scale, spread2.sqrt(), torch.minimum(at_worst, likely), along, terms.squares, flush, shared)
+    tile2 = spread2 + (one_side.square() + _fluctuation(terms, deviations)) / TILE**2
+    return Bound(scale, spread2.sqrt(), tile2.sqrt(), torch.minimum(at_worst, likely), along, terms.squares, flush, shared)
+
+
+def evenness(x: Tensor, rounding: Rounding) -> Tensor:
+    """How far non-negative numbers `[..., n]` are one to within a spacing, 0 to 1: the mean of their rounding errors, in half spacings.
+
+    Rounding errors are periodic; of numbers spread by s normally, the mean of the first harmonic is exp(-2 (pi s / spacing)^2).
+    """
+    mean = x.mean(-1)
+    relative = (x - mean[..., None]).square().mean(-1).sqrt() / mean.clamp_min(1e-30)
+    return torch.exp(-2 * (math.pi * relative / (4 * rounding.unit)).square()) * (mean > 0)
+
+
+def _fluctuation(terms: Terms, deviations: float) -> Tensor | float:
+    """How far the sum of squared errors that all rows of a tile share may be above its mean: a weighted chi-square of few degrees.
+
+    Of weights w it stays below sqrt(2) k (sum of w^2)^(1/2) + k^2 max(w) (Laurent and Massart); the largest is about sum of w^2 / sum of w.
+    """
+    if terms.common is None or terms.common_fourths is None:
+        return 0.0
+    heaviest = terms.common_fourths / terms.common.clamp_min(1e-300 if terms.common.dtype is torch.float64 else 1e-30)
+    return RMS * math.sqrt(2) * deviations * terms.common_fourths.sqrt() + deviations**2 * heaviest
 
 
 def shared_direction(x: Tensor) -> Tensor:

@@ -8,8 +8,11 @@ from torch import Tensor
 from pytest_longca.arithmetic import Arithmetic
 from pytest_longca.case import Case
 from pytest_longca.inputs import COLUMNS, HEADS, Inputs, shares_memory
-from pytest_longca.limits import Rounding, deviations, fp32_steps, shared_direction
+from pytest_longca.limits import SCALE, UNDERFLOW, Rounding, deviations, fp32_steps, shared_direction
 from pytest_longca.sweep import Piece, RowTile, Visibility, sweep
+
+FLAT = 1 / 8
+"""Up to which relative deviation a vector's entries count as of one size."""
 
 
 class Operands:
@@ -43,11 +46,20 @@ class Operands:
         self.query_deviations = deviations(case.batch * case.heads_q * case.seqlen_q)
         self.key_deviations = deviations(case.batch * case.heads_kv * case.seqlen_kv)
         self.visibility = Visibility(case, self.device)
+        self.num_queries = case.seqlen_q * case.group  # of a key
+        self.k_most, self.v_most = self._largest(self.k_norm2), self._largest(self.v_norm2)
+        self.q_most, self.do_most = (self._largest(x.flatten(1)) for x in (self.q_norm2, self.do_norm2))
+        # A kernel may fold the scale into dS before it rounds it.
+        self.flush_ds = rounding.flush and rounding.flush / min(self.scale, 1.0)
+        # What a term of dq or dk may lose at most, over the key's or query's norm: P times dP - D, and dS.
+        self.lost_ds = self.scale * UNDERFLOW[case.dtype] * (2 * self.do_most * self.v_most + 1)
         # Bounds on a row's scores and on its dP, times the steps of their sums: what fp32 arithmetic has to carry.
-        self.logit = (self.q_norm2 * self._largest(self.k_norm2)).sqrt() * (self.scale * fp32_steps(case.head_dim))
-        self.dp = (self.do_norm2 * self._largest(self.v_norm2)).sqrt() * fp32_steps(case.head_dim_v)
+        self.score = self.q_norm2.sqrt() * self.k_most * self.scale
+        one_sided = max(fp32_steps(case.head_dim), case.head_dim / 2 / SCALE)  # half a rounding for each of d partial sums, at most
+        steps = torch.where(self._one_sided(), one_sided, fp32_steps(case.head_dim))
+        self.dp = self.do_norm2.sqrt() * self.v_most * fp32_steps(case.head_dim_v)
         terms = fp32_steps(max(case.seqlen_kv, case.seqlen_q * case.group))
-        self.growth = 1 + rounding.ratio * (self.logit + terms)  # [stacks, group, seqlen_q]
+        self.growth = 1 + rounding.ratio * (self.score * steps + terms)  # [stacks, group, seqlen_q]
 
     def _queries(self, x: Tensor) -> Tensor:
         """BSHD to `[stacks, group, seqlen_q, ...]`."""
@@ -57,11 +69,21 @@ class Operands:
         """BSHD to `[batch * heads_kv, seqlen_kv, ...]`."""
         return x.transpose(1, 2).reshape(self.case.batch * self.case.heads_kv, self.case.seqlen_kv, x.shape[-1])
 
+    def _one_sided(self) -> Tensor:
+        """`[stacks, group, seqlen_q]`: whether a score may be a sum of products of few values, whose partial sums round to one side."""
+        if not self.k.shape[1]:
+            return torch.zeros_like(self.q_norm2, dtype=torch.bool)
+        return _is_flat(self.q) & self.of_stacks(_is_flat(self.k).any(1))[:, None, None]
+
     def _largest(self, norm2: Tensor) -> Tensor:
-        """The largest squared key norm of each stack, `[stacks, 1, 1]`."""
+        """The largest norm in each stack, of its keys or of its queries, `[stacks, 1, 1]`."""
         if not norm2.shape[1]:
-            return norm2.new_zeros(())
-        return self.of_stacks(norm2.amax(1))[:, None, None]
+            return norm2.new_zeros(self.stacks, 1, 1)
+        return self.of_stacks(norm2.amax(1))[:, None, None].sqrt()
+
+    def of_heads(self, of_stacks: Tensor) -> Tensor:
+        """The largest of something `[stacks, 1, 1]` among the stacks of each key/value head, `[batch * heads_kv, 1]`."""
+        return of_stacks.reshape(self.k.shape[0], -1).amax(1, keepdim=True)
 
     def of_stacks(self, of_heads_kv: Tensor) -> Tensor:
         """Something given for each `batch * heads_kv`, for each stack."""
@@ -136,6 +158,13 @@ class Operands:
         """`[batch * heads_kv, seqlen_kv, ...]` as `[batch, seqlen_kv, heads_kv, ...]`."""
         case = self.case
         return of_heads_kv.reshape(case.batch, case.heads_kv, *of_heads_kv.shape[1:]).transpose(1, 2)
+
+
+def _is_flat(x: Tensor) -> Tensor:
+    """Whether the entries of each vector have about one size, so that bf16 and fp16 leave them few values."""
+    sizes = x.abs().float()
+    mean = sizes.mean(-1)
+    return sizes.square().mean(-1) - mean.square() <= (FLAT * mean).square()
 
 
 def _norm2(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,11 +13,11 @@ BLOCK = 128
 """Keys after which the running maximum moves on."""
 
 
-def fused(case: Case, inputs: Inputs, round_p: bool = False) -> Result:
+def fused(case: Case, inputs: Inputs, round_p: bool = False, fold_scale: bool = False) -> Result:
     """Scores, softmax, lse, D and sums in fp32; P, dS and results rounded; dk and dv of each query head rounded before the group's sum.
 
     The forward rounds P relative to the running maximum, the backward P = exp(score - lse); D comes from the rounded out.
-    `round_p` forms dS from the rounded P, as torch's memory-efficient attention does.
+    `round_p` forms dS from the rounded P, as torch's memory-efficient attention does; `fold_scale` rounds scale * dS instead of dS.
     """
     low = TORCH_DTYPES[case.dtype]
     q, do = (x.float().transpose(1, 2) for x in (inputs.q, inputs.do))
@@ -27,8 +27,9 @@ def fused(case: Case, inputs: Inputs, round_p: bool = False) -> Result:
     p = (scores - lse.masked_fill(lse == -math.inf, 0.0)).exp()
     delta = (out.float() * do).sum(-1, keepdim=True)
     rounded = p.to(low).float()
-    ds = ((rounded if round_p else p) * (do @ v.mT - delta)).to(low).float()
-    dq, dk, dv = ds @ k * case.scale, ds.mT @ q * case.scale, rounded.mT @ do
+    before, after = (case.scale, 1.0) if fold_scale else (1.0, case.scale)
+    ds = ((rounded if round_p else p) * (do @ v.mT - delta) * before).to(low).float()
+    dq, dk, dv = ds @ k * after, ds.mT @ q * after, rounded.mT @ do
 
     def of_group(x: Tensor) -> Tensor:
         return x.to(low).float().unflatten(1, (case.heads_kv, case.group)).sum(2)

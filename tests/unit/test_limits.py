@@ -1,13 +1,16 @@
 """The limits: an honest fused kernel's errors are as large as the limits say and no larger, and a 1 % error in one key is beyond them."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
+from pytest_longca.arithmetic import Exact
 from pytest_longca.case import Case, Layout, Values
+from pytest_longca.ids import parse_case
 from pytest_longca.inputs import make_inputs
 from pytest_longca.judge import judge
 from pytest_longca.limits import RMS, concentrated, deviations, rounding_of
@@ -15,6 +18,7 @@ from pytest_longca.mask import Mask
 from pytest_longca.masks.document import FullDocument
 from pytest_longca.masks.regular import Causal, CausalSlidingWindow, Full
 from pytest_longca.masks.window import GlobalSlidingWindow
+from pytest_longca.operands import Operands
 from pytest_longca.reference import Reference, compute
 from tests.unit.fused import fused
 
@@ -69,6 +73,44 @@ def test_heads_of_one_query_err_together_where_they_share_a_rounding(expanded: t
             assert verdict.error_over_limit < 0.85, (seed, verdict)
         for name in ("dk", "dv"):
             assert float(gains(reference, name, getattr(result, name), rounding_of(case).unit).square().mean().sqrt()) > 0.5 * RMS
+
+
+WINDOW = "global_sliding_window(seqlen_q=105,seqlen_kv=105,window=33,num_global=108)"
+SHARED = {
+    "one query: the error in its D is in all keys": "full(seqlen_q=1,seqlen_kv=391)/b1/h1:1/d40/bf16/fwd_bwd/s805/scale=0.61",
+    "a row whose entries are one number": f"{WINDOW}/b1/h2:1/d24/bf16/fwd_bwd/s41/scale=0.61/in=low/layout=do:single",
+    "one P for all heads": "full(seqlen_q=20,seqlen_kv=20)/b1/h12:12/d256/bf16/fwd_bwd/s18/layout=q:expanded,k:expanded",
+    "one P for all batch elements": "full(seqlen_q=36,seqlen_kv=36)/b3/h2:2/d256/bf16/fwd_bwd/s65/layout=q:shared,k:shared",
+    "dS below what fp16 holds": "causal(seqlen_q=43,seqlen_kv=43)/b1/h2:1/d128/fp16/fwd_bwd/s0/in=faint",
+    "P below what fp32 holds": "full(seqlen_q=200,seqlen_kv=200)/b1/h1:1/d64/bf16/fwd_bwd/s53/scale=1.0/in=sentinel/layout=do:single",
+}
+"""Each beyond limits that take all errors for independent and all numbers for normal ones: by 0 to 40 %."""
+
+
+@pytest.mark.parametrize("case_id", SHARED.values(), ids=list(SHARED))
+def test_what_rows_or_entries_have_in_common_is_no_fault(case_id: str) -> None:
+    case = parse_case(case_id)
+    inputs = make_inputs(case)
+    reference = compute(case, inputs)
+    for round_p, fold_scale in itertools.product((False, True), repeat=2):
+        for verdict in judge(case, inputs, reference, fused(case, inputs, round_p, fold_scale)):
+            assert verdict.error_over_limit < 0.95, (round_p, fold_scale, verdict)
+
+
+def test_scores_of_few_values_may_round_to_one_side_and_others_not() -> None:
+    """Sums in fp32, one product after another, the scale folded into q first, as torch's CPU attention multiplies on one thread."""
+    for values, is_flat in ((Values.SENTINEL, True), (Values.NORMAL, False)):
+        case = Case(mask=Full(12, 12), head_dim=128, dtype="bf16", values=values)
+        inputs = make_inputs(case)
+        q, k = (x[0, :, 0].float() for x in (inputs.q, inputs.k))
+        total = torch.zeros(12, 12)
+        for d in range(128):
+            total += (q[:, d, None] * case.scale) * k[None, :, d]
+        drift = (total.double() - q.double() @ k.double().T * case.scale).abs().max()
+        one_way = drift / (2.0**-24 * (q.norm(dim=-1).max() * k.norm(dim=-1).max() * case.scale))
+        assert (float(one_way) > 3 * 0.3 * math.sqrt(128)) is is_flat
+        operands = Operands(case, inputs, Exact(), rounding_of(case))
+        assert bool(operands._one_sided().all()) is is_flat
 
 
 @FORMS
