@@ -24,11 +24,14 @@ from pytest_longca.outcome import OutOfMemory
 from pytest_longca.spent import KERNELS, spend, spending
 from pytest_longca.telemetry import State, Telemetry
 
-PROTOCOL = "events around single calls, queue filled ahead, cold L2"
+PROTOCOL = "events around single calls, queue filled ahead, cold L2, state read amid a chunk"
 CPU_PROTOCOL = "host clock around single calls, caches as they are"
 FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU so far
-CHUNK = 10  # most samples of a step between two looks at the device's state
-CHUNK_MS = 500.0  # about how long a chunk lasts at most
+LEAST_CHUNK_MS = (
+    100.0  # about how long a chunk of samples lasts at least: between two of them the device idles, and gains speed for the next
+)
+MOST_CHUNK_MS = 500.0  # and at most: a throttled one is thrown away whole
+CHUNK = 10  # samples of a step that a chunk has at least, unless they take longer than that
 MOST_RETAKES = 5  # chunks that are thrown away before throttled ones are kept, and told
 AHEAD_CYCLES_PER_MS = 2_000_000  # the clock is at most about 2 GHz, so a sleep lasts at least as long as asked
 MOST_AHEAD_MS = 500.0  # a call that keeps the host longer waits for the device: no queue helps there
@@ -174,14 +177,14 @@ class Clock(Protocol):
     def launch(self, step: Step) -> float:
         """Milliseconds that the host spends on issuing a call."""
 
-    def chunk(self, steps: Sequence[Step], launch_ms: float) -> list[float]:
-        """The time of each call in milliseconds, one after another."""
+    def chunk(self, steps: Sequence[Step], ahead_ms: float) -> tuple[list[float], State]:
+        """The time of each call in milliseconds, and the device's state amid them; the queue is filled so far ahead."""
 
-    def warm_up(self, steps: Sequence[Step], launch_ms: float, seconds: float) -> None:
-        """Chunks that nobody reads, for about so long, where the device's speed depends on what it did just before."""
+    def warm_up(self, steps: Sequence[Step], launch_ms: float, seconds: float) -> float:
+        """Chunks that nobody reads, for about so long, where the device's speed depends on what it did just before.
 
-    def state(self) -> State:
-        """The device's clocks, power and temperature now, and whether it holds itself back."""
+        Returns the milliseconds of the shortest call, 0 where there was none.
+        """
 
     def summary(self, states: Sequence[State]) -> dict[str, Any]:
         """Readings as JSON values."""
@@ -195,15 +198,15 @@ def interleave(
 ) -> Samples:
     """Sample steps in turns (ABBA), so that a drift falls on all alike, until there are enough samples of each.
 
-    A chunk after which the device says that it is throttled is thrown away and taken again, a few times.
+    A chunk amid which the device says that it is throttled is thrown away and taken again, a few times.
     """
-    order = turns(len(steps), max(1, min(CHUNK, int(CHUNK_MS / max(call_ms, 1e-3) / len(steps)))))
-    clock.warm_up([steps[i] for i in order], launch_ms, effort.warm_up_s)
+    each = chunk_size(effort.min_samples, call_ms * len(steps))
+    shortest_ms = clock.warm_up([steps[i] for i in turns(len(steps), each)], launch_ms, effort.warm_up_s)
     found, states, started = Samples([[] for _ in steps]), list[State](), now()
     while not all(effort.is_enough(samples, now() - started) for samples in found.of_steps):
-        taken = clock.chunk([steps[i] for i in order], launch_ms)
-        state = clock.state()
-        if state.is_throttled and found.thrown < MOST_RETAKES * len(order):
+        order = turns(len(steps), min(each, effort.max_samples - len(found.of_steps[0])))
+        taken, state = clock.chunk([steps[i] for i in order], ahead_ms(len(order), launch_ms, shortest_ms))
+        if state.is_throttled and found.thrown < MOST_RETAKES * each * len(steps):
             found.thrown += len(taken)
             continue
         states.append(state)
@@ -211,6 +214,28 @@ def interleave(
             found.of_steps[i].append(sample)
     found.clocks = clock.summary(states)
     return found
+
+
+def chunk_size(min_samples: int, turn_ms: float) -> int:
+    """Samples of each step in a chunk whose steps take so long together: as many as fill it, but no more than are due.
+
+    >>> [chunk_size(30, turn_ms) for turn_ms in (0.1, 3.0, 6.0, 20.0, 100.0, 8000.0)]
+    [30, 30, 17, 10, 5, 1]
+    """
+    fills, fits = math.ceil(LEAST_CHUNK_MS / max(turn_ms, 1e-3)), int(MOST_CHUNK_MS / max(turn_ms, 1e-3))
+    return max(1, min(max(CHUNK, min(fills, min_samples)), fits))
+
+
+def ahead_ms(num_calls: int, launch_ms: float, call_ms: float) -> float:
+    """How long the device must be kept busy first, so that it never waits for a host that launches calls of `call_ms` or longer.
+
+    It idles meanwhile, as far as its power is concerned, so that the time should be short.
+
+    >>> round(ahead_ms(10, 0.1, call_ms=0.0), 3), round(ahead_ms(10, 0.1, call_ms=3.0), 3)
+    (2.0, 0.2)
+    """
+    each = 1.5 * launch_ms + 0.05
+    return min(each + (num_calls - 1) * max(0.0, each - call_ms), MOST_AHEAD_MS)
 
 
 def turns(num_steps: int, each: int) -> list[int]:
@@ -235,14 +260,11 @@ class HostClock:
     def launch(self, step: Step) -> float:
         return self.wall(step)[0]
 
-    def chunk(self, steps: Sequence[Step], launch_ms: float) -> list[float]:
-        return [self.wall(step)[0] for step in steps]
+    def chunk(self, steps: Sequence[Step], ahead_ms: float) -> tuple[list[float], State]:
+        return [self.wall(step)[0] for step in steps], State()
 
-    def warm_up(self, steps: Sequence[Step], launch_ms: float, seconds: float) -> None:
-        pass
-
-    def state(self) -> State:
-        return State()
+    def warm_up(self, steps: Sequence[Step], launch_ms: float, seconds: float) -> float:
+        return 0.0
 
     def summary(self, states: Sequence[State]) -> dict[str, Any]:
         return {}
@@ -259,7 +281,7 @@ class DeviceClock:
     def __init__(self) -> None:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
         self._telemetry = Telemetry(torch.cuda.current_device())
-        self.state, self.summary = self._telemetry.read, self._telemetry.summary
+        self.summary = self._telemetry.summary
 
     def wall(self, function: Callable[[], Any]) -> tuple[float, Any]:
         torch.cuda.synchronize()
@@ -276,22 +298,25 @@ class DeviceClock:
         torch.cuda.synchronize()
         return taken
 
-    def chunk(self, steps: Sequence[Step], launch_ms: float) -> list[float]:
+    def chunk(self, steps: Sequence[Step], ahead_ms: float) -> tuple[list[float], State]:
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in steps]
         torch.cuda.synchronize()
-        torch.cuda._sleep(int(AHEAD_CYCLES_PER_MS * min((1.5 * launch_ms + 0.05) * len(steps), MOST_AHEAD_MS)))
+        torch.cuda._sleep(int(AHEAD_CYCLES_PER_MS * ahead_ms))
         for (start, end), step in zip(pairs, steps, strict=True):
             self._flush.zero_()
             start.record()
             step()
             end.record()
+        pairs[len(pairs) // 2][0].synchronize()
+        state = self._telemetry.read()
         torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in pairs]
+        return [start.elapsed_time(end) for start, end in pairs], state
 
-    def warm_up(self, steps: Sequence[Step], launch_ms: float, seconds: float) -> None:
-        taken_ms = 0.0
-        while taken_ms < seconds * 1e3:
-            taken_ms += sum(self.chunk(steps, launch_ms))
+    def warm_up(self, steps: Sequence[Step], launch_ms: float, seconds: float) -> float:
+        samples = list[float]()
+        while sum(samples) < seconds * 1e3:
+            samples += self.chunk(steps, ahead_ms(len(steps), launch_ms, call_ms=0.0))[0]
+        return min(samples, default=0.0)
 
     def peak(self, function: Callable[[], Any]) -> tuple[int | None, Any]:
         torch.cuda.synchronize()

@@ -22,7 +22,7 @@ from pytest_longca.masks.regular import Causal
 from pytest_longca.nominal import above_nominal
 from pytest_longca.outcome import OutOfMemory
 from pytest_longca.telemetry import State
-from pytest_longca.timing import CHUNK, MOST_RETAKES, DeviceClock, Effort, HostClock, Samples, Step, interleave, time_case, turns
+from pytest_longca.timing import CHUNK, MOST_RETAKES, DeviceClock, Effort, HostClock, Samples, Step, ahead_ms, interleave, time_case, turns
 
 COOL, HOT = State(sm_mhz=1980), State(sm_mhz=900, reasons=0x40)
 
@@ -35,14 +35,11 @@ class FakeClock(HostClock):
         self.states = states or itertools.repeat(COOL)
         self.chunks: list[int] = []
 
-    def chunk(self, steps: Sequence[Step], launch_ms: float) -> list[float]:
+    def chunk(self, steps: Sequence[Step], ahead_ms: float) -> tuple[list[float], State]:
         self.chunks.append(len(steps))
         taken = [float(step()) for step in steps]  # type: ignore[arg-type]  # the steps here return their time
         self.now_s += sum(taken) / 1e3
-        return taken
-
-    def state(self) -> State:
-        return next(self.states)
+        return taken, next(self.states)
 
     def summary(self, states: Sequence[State]) -> dict[str, Any]:
         return {"kept": list(states)}
@@ -64,7 +61,7 @@ def test_steady_samples_end_at_the_least_number() -> None:
 def test_noisy_samples_go_on_until_the_budget_ends_and_no_longer() -> None:
     clock = FakeClock()
     found = sample(clock, Effort(min_samples=30, max_samples=10_000, budget_s=1.0), noisy())
-    assert 1.0 < clock.now_s <= 1.0 + 3e-3 * CHUNK
+    assert 1.0 < clock.now_s <= 1.0 + 3e-3 * 30
     assert len(found.of_steps[0]) > 30
 
 
@@ -80,18 +77,48 @@ def test_calls_of_seconds_get_few_samples_one_at_a_time() -> None:
 
 
 def test_a_throttled_chunk_is_thrown_away_and_taken_again() -> None:
-    times = itertools.chain([9.0] * CHUNK, itertools.repeat(1.0))
+    times = itertools.chain([9.0] * 10, itertools.repeat(1.0))
     clock = FakeClock(itertools.chain([HOT], itertools.repeat(COOL)))
-    found = sample(clock, Effort(min_samples=30), times.__next__)
+    found = sample(clock, Effort(min_samples=30), times.__next__, call_ms=10.0)
     assert found.of_steps[0] == [1.0] * 30
-    assert found.thrown == CHUNK
+    assert found.thrown == 10
     assert found.clocks == {"kept": [COOL] * 3}
 
 
 def test_a_device_that_never_recovers_is_sampled_and_told() -> None:
-    found = sample(FakeClock(itertools.repeat(HOT)), Effort(min_samples=30), lambda: 1.0)
-    assert (len(found.of_steps[0]), found.thrown) == (30, MOST_RETAKES * CHUNK)
+    found = sample(FakeClock(itertools.repeat(HOT)), Effort(min_samples=30), lambda: 10.0, call_ms=10.0)
+    assert (len(found.of_steps[0]), found.thrown) == (30, MOST_RETAKES * 10)
     assert found.clocks == {"kept": [HOT] * 3}
+
+
+@pytest.mark.parametrize(("call_ms", "num"), [(0.05, 30), (3.0, 30), (9.0, 12), (20.0, 10), (60.0, 8), (400.0, 1)])
+def test_a_chunk_lasts_long_enough_for_its_pauses_not_to_count_and_not_so_long_that_much_is_thrown_away(call_ms: float, num: int) -> None:
+    clock = FakeClock()
+    found = sample(clock, Effort(min_samples=30, fewest=1), lambda: call_ms, call_ms=call_ms)
+    assert set(clock.chunks[:-1]) <= {num} and clock.chunks[0] == num
+    assert num * call_ms <= 500
+    assert num == 30 or num * call_ms >= 100
+    assert len(found.of_steps[0]) >= 30
+
+
+def test_a_chunk_takes_as_long_with_two_steps() -> None:
+    clock = FakeClock()
+    sample(clock, Effort(min_samples=30), lambda: 9.0, lambda: 9.0, call_ms=9.0)
+    assert set(clock.chunks) == {2 * CHUNK}, "20 times 9 ms: ten of each are the least"
+
+
+@given(st.lists(st.floats(0.01, 5.0), min_size=1, max_size=30), st.floats(0.01, 5.0))
+def test_the_queue_is_filled_so_far_ahead_that_the_device_never_waits_for_the_host(calls_ms: list[float], launch_ms: float) -> None:
+    """The host begins to launch when the device begins to idle, and takes a fifth longer than it was measured to."""
+    free_at, launched_at = ahead_ms(len(calls_ms), launch_ms, min(calls_ms)), 0.0
+    for call_ms in calls_ms:
+        launched_at += 1.2 * launch_ms
+        assert launched_at <= free_at
+        free_at += call_ms
+
+
+def test_long_calls_need_no_more_than_one_launch_ahead() -> None:
+    assert ahead_ms(30, 0.1, call_ms=3.0) == ahead_ms(1, 0.1, call_ms=0.0) < ahead_ms(30, 0.1, call_ms=0.0) / 20
 
 
 def test_turns_cancel_a_drift() -> None:
@@ -191,16 +218,18 @@ def test_a_device_is_warmed_up_before_the_first_sample_and_what_it_did_then_is_n
     class Device(FakeClock):
         """Slows down in its first 100 ms of work, as a GPU does that was idle."""
 
-        worked_ms = 0.0
+        worked_ms, ahead_ms = 0.0, list[float]()
 
-        def chunk(self, steps: Sequence[Step], launch_ms: float) -> list[float]:
+        def chunk(self, steps: Sequence[Step], ahead_ms: float) -> tuple[list[float], State]:
             taken = [1.0 if self.worked_ms < 100 else 1.04 for _ in steps]
             self.worked_ms += sum(taken)
-            return taken
+            self.ahead_ms.append(ahead_ms)
+            return taken, COOL
 
         warm_up = DeviceClock.warm_up  # type: ignore[assignment]  # it needs a chunk and nothing else
 
     clock = Device()
     found = interleave(clock, [lambda: None], Effort(min_samples=30, max_samples=30), 1.0, 0.01, lambda: 0.0)
     assert set(found.of_steps[0]) == {1.04}
-    assert clock.worked_ms == pytest.approx(100 + 30 * 1.04)
+    assert clock.worked_ms == pytest.approx(4 * 30 + 30 * 1.04)
+    assert clock.ahead_ms == [ahead_ms(30, 0.01, 0.0)] * 4 + [ahead_ms(30, 0.01, 1.0)], "what a call takes is known when it was warmed up"
