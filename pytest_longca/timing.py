@@ -200,8 +200,10 @@ def interleave(
 
     A chunk amid which the device says that it is throttled is thrown away and taken again, a few times.
     """
-    each = chunk_size(effort.min_samples, call_ms * len(steps))
-    shortest_ms = clock.warm_up([steps[i] for i in turns(len(steps), each)], launch_ms, effort.warm_up_s)
+    turn_ms = call_ms * len(steps)
+    each = chunk_size(effort.min_samples, turn_ms)
+    few = max(1, min(each, math.ceil(1e3 * effort.warm_up_s / max(turn_ms, 1e-3))))
+    shortest_ms = clock.warm_up([steps[i] for i in turns(len(steps), few)], launch_ms, effort.warm_up_s)
     found, states, started = Samples([[] for _ in steps]), list[State](), now()
     while not all(effort.is_enough(samples, now() - started) for samples in found.of_steps):
         order = turns(len(steps), min(each, effort.max_samples - len(found.of_steps[0])))

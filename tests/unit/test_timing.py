@@ -121,6 +121,15 @@ def test_long_calls_need_no_more_than_one_launch_ahead() -> None:
     assert ahead_ms(30, 0.1, call_ms=3.0) == ahead_ms(1, 0.1, call_ms=0.0) < ahead_ms(30, 0.1, call_ms=0.0) / 20
 
 
+def test_a_short_warm_up_is_no_longer_than_it_says() -> None:
+    class Device(FakeClock):
+        warm_up = DeviceClock.warm_up  # type: ignore[assignment]  # it needs a chunk and nothing else
+
+    clock = Device()
+    sample(clock, Effort(min_samples=30, max_samples=30, warm_up_s=0.01), lambda: 4.0, call_ms=4.0)
+    assert clock.chunks == [3, 25, 5]
+
+
 def test_turns_cancel_a_drift() -> None:
     clock = FakeClock()
     heat = itertools.count()
