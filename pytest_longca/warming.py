@@ -1,7 +1,8 @@
 """Warming: what a session's cases compile is compiled ahead, in several processes, into the caches on disk that all processes share.
 
 A compilation takes seconds, and a suite runs one case at a time. So each case of a kernel that compiles is run once before the first
-item begins; the items then find what they need on disk. That time is told apart, and no budget pays for it.
+item begins; the items then find what they need on disk. That time is told apart, and no budget pays for it. A case that passes its checks
+here need not run them again in its item: they are the same.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from pytest_longca.errors import LongcaError
 from pytest_longca.ids import parse_case
 from pytest_longca.kernel import Kernel
 from pytest_longca.machine import Machine
+from pytest_longca.outcome import Passed
 from pytest_longca.workers import COMPILE_TIMEOUT_S, Worker
 
 if TYPE_CHECKING:
@@ -52,10 +54,9 @@ def warm(session: "Session", items: "Sequence[pytest.Item]", reporter: Any) -> N
     is_off = options.compile_workers == 0 or options.isolate == "off" or session.num_sharing > 1
     if runs := [] if is_off else runs_of(session, items):
         num, told = num_processes(options.compile_workers, runs, session.machine), started
-        for done, (run, compile_ms) in enumerate(run_all(runs, session.sources, num, options.timeout + COMPILE_TIMEOUT_S), 1):
+        for done, (run, answer) in enumerate(run_all(runs, session.sources, num, options.timeout + COMPILE_TIMEOUT_S), 1):
             now = time.monotonic()
-            if compile_ms is not None:
-                session.compile_ms[run.kernel, run.case] = compile_ms
+            _keep(session, run, answer)
             session.warming = f"compiled ahead: {done} of {len(runs)} cases in {now - started:.0f} s, {num} processes"
             if reporter and (done == len(runs) or now - told > TOLD_EVERY_S):
                 told = now
@@ -65,8 +66,20 @@ def warm(session: "Session", items: "Sequence[pytest.Item]", reporter: Any) -> N
         session.budget.add(session.began - started)
 
 
+def _keep(session: "Session", run: Run, answer: dict[str, Any]) -> None:
+    """Remember what a run ahead gave; of verdicts the passes, as other processes disturb it: what else became of it, its item finds out."""
+    from pytest_longca.checks import Verification
+
+    if "compile_ms" in answer:
+        session.compile_ms[run.kernel, run.case] = answer["compile_ms"]
+    if "verification" in answer and session.options.isolate == "auto":  # else each case or kernel has a process of its own
+        verification = Verification.from_json(answer["verification"])
+        if isinstance(verification.outcome, Passed):
+            session.passed_ahead[run.kernel, run.case.id, run.checks] = verification
+
+
 def runs_of(session: "Session", items: "Sequence[pytest.Item]") -> list[Run]:
-    """What the items of kernels that compile will run, each once, in their order. Values and seeds do not change what is compiled."""
+    """What the items of kernels that compile will run, each once, in their order: with checks as it is, else what is compiled alike."""
     found: dict[Run, None] = {}
     for item in items:
         stage = stage_of(item)
@@ -77,7 +90,7 @@ def runs_of(session: "Session", items: "Sequence[pytest.Item]") -> list[Run]:
         if kernel.compiles_to_disk(session.machine):
             cases = [parse_case(key.case, session.catalogue.masks())] if key.case else _cell_cases(session, kernel, key.mask, stage)
             checks = () if key.case else select_checks(session.options.checks, stage)
-            found.update((Run(key.kernel, compiled_alike(case), checks), None) for case in cases)
+            found.update((Run(key.kernel, case if checks else compiled_alike(case), checks), None) for case in cases)
     return list(found)
 
 
@@ -108,8 +121,8 @@ def num_processes(wanted: int | None, runs: Sequence[Run], machine: Machine) -> 
     return max(1, min(most, len(runs)))
 
 
-def run_all(runs: Sequence[Run], sources: "Sequence[Source]", num_processes: int, timeout_s: float) -> Iterator[tuple[Run, float | None]]:
-    """Run each in one of the processes; yields those that are done, with what `run_here` gave.
+def run_all(runs: Sequence[Run], sources: "Sequence[Source]", num_processes: int, timeout_s: float) -> Iterator[tuple[Run, dict[str, Any]]]:
+    """Run each in one of the processes; yields those that are done, with what `run_here` gave: nothing, if it died or hung.
 
     What fails is left to the run that counts.
     """
@@ -118,12 +131,12 @@ def run_all(runs: Sequence[Run], sources: "Sequence[Source]", num_processes: int
     for worker in workers:
         idle.put(worker)
 
-    def run(one: Run) -> tuple[Run, float | None]:
+    def run(one: Run) -> tuple[Run, dict[str, Any]]:
         worker, answer = idle.get(), dict[str, Any]()
         with contextlib.suppress(LongcaError):
             answer = worker.call({"op": "warm", "kernel": one.kernel, "case": one.case.id, "checks": list(one.checks)}, timeout_s)
         idle.put(worker)
-        return one, answer.get("compile_ms")
+        return one, answer
 
     pool = ThreadPoolExecutor(num_processes)
     try:
@@ -134,27 +147,28 @@ def run_all(runs: Sequence[Run], sources: "Sequence[Source]", num_processes: int
             worker.close()
 
 
-def run_here(kernel: Kernel, case: Case, machine: Machine, checks: Sequence[str]) -> float | None:
+def run_here(kernel: Kernel, case: Case, machine: Machine, checks: Sequence[str]) -> dict[str, Any]:
     """Run a case in this process and let go of all that it held. Raises DidNotRun if it fails.
 
-    Without checks, the milliseconds that its first run took more than a second one: what compiling it cost, beside the other processes.
+    With checks, their `verification`. Without, `compile_ms`: the milliseconds that its first run took more than a second one, which is what
+    compiling it cost, beside the other processes.
     """
     from pytest_longca.checks import verify
     from pytest_longca.reference import forget_references
 
     _compile_in_this_process()
-    compile_ms = None
+    answer: dict[str, Any]
     if checks:
-        verify(kernel, case, machine, checks)
+        answer = {"verification": verify(kernel, case, machine, checks).to_json()}
     else:
         first_ms, again_ms = _run_twice(kernel, case, machine)
-        compile_ms = max(0.0, first_ms - again_ms)
+        answer = {"compile_ms": max(0.0, first_ms - again_ms)}
     forget_references()
     if machine.device == "cuda":
         import torch
 
         torch.cuda.empty_cache()
-    return compile_ms
+    return answer
 
 
 def _run_twice(kernel: Kernel, case: Case, machine: Machine) -> tuple[float, float]:

@@ -35,6 +35,8 @@ class Compiling(Naive):
         if case.seqlen_q == 24:
             os._exit(3)
         CACHE.mkdir(exist_ok=True)
+        with CACHE.with_name("ran").open("a") as file:
+            print(os.getpid(), file=file)
         shape = "_".join(map(str, (case.seqlen_q, case.heads_q, case.head_dim, case.dtype, case.direction.needs_backward)))
         if not (CACHE / shape).exists():
             time.sleep(0.5)
@@ -60,6 +62,11 @@ def compiled() -> dict[str, str]:
     return {path.name: path.read_text() for path in Path("cache").iterdir()}
 
 
+def ran() -> set[str]:
+    """The processes that ran any case."""
+    return set(Path("ran").read_text().split())
+
+
 def test_each_timed_case_is_compiled_ahead_once_in_several_processes(warmed: RunPytest) -> None:
     result = warmed("-k", "timing", "--longca-seqlens=16,32,48,64", "--longca-compile-workers=2")
     result.assert_outcomes(passed=8)
@@ -81,6 +88,22 @@ def test_probes_and_drawn_examples_are_the_very_ones_that_the_suite_runs(warmed:
     warmed("-k", "probes or examples", "--benchmark-skip", "--longca-examples=6", "--longca-compile-workers=2").assert_outcomes(passed=2)
     cached = compiled()
     assert len(cached) > 6 and len(set(cached.values())) == 2, "what the items compiled themselves would carry a third process"
+    assert ran() == set(cached.values()), "what passed ahead is not run again"
+
+
+def test_processes_of_their_own_run_every_case_again(warmed: RunPytest) -> None:
+    args = ("-k", "probes", "--benchmark-skip", "--longca-compile-workers=2", "--longca-isolate=kernel")
+    warmed(*args).assert_outcomes(passed=1)
+    assert len(ran() - set(compiled().values())) == 1
+
+
+def test_what_is_wrong_ahead_is_judged_again_by_its_item(run: RunPytest, pytester: pytest.Pytester) -> None:
+    twice = "return super().bind(dataclasses.replace(case, scale=2 * case.scale), inputs)"
+    pytester.makeconftest(
+        COMPILING.replace("return super().bind(case, inputs)", twice).replace("import os", "import dataclasses\nimport os")
+    )
+    run(*WHERE, "-k", "probes", "--benchmark-skip", "--longca-compile-workers=2").assert_outcomes(failed=1)
+    assert len(ran() - set(compiled().values())) == 1
 
 
 def test_a_budget_does_not_pay_for_it_and_what_an_earlier_run_has_is_left_out(warmed: RunPytest, monkeypatch: pytest.MonkeyPatch) -> None:
