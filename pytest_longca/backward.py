@@ -30,7 +30,7 @@ class Backward:
         self.dk, self.dv = zeros(*keys, case.head_dim), zeros(*keys, case.head_dim_v)
         self.dk_absolute, self.dv_absolute = zeros(*keys, case.head_dim), zeros(*keys, case.head_dim_v)
         self.squares = zeros(*keys, 2)  # of dv, of dk by D
-        self.evenness = zeros(*keys, 2)  # sums of P times it, and of P
+        self.evenness = zeros(*keys, 3)  # sums of P times it, of P, and of P times it times |D| |q|
         self.dk_squares, self.dk_fourths = zeros(*keys, 1), zeros(*keys, 1)
         self.dk_terms = zeros(*keys, 1) if ops.same_p else self.dk_squares
         self.fourths = zeros(*keys, 2)  # of dv, of dk by D
@@ -58,7 +58,7 @@ class Backward:
         ops.add_keys(self.dv_absolute, piece, dv)
         ops.add_keys(self.dk_absolute, piece, dk)
         ops.add_keys(self.squares, piece, ar.bound(square.mT, rows.squares)[..., :2])
-        ops.add_keys(self.evenness, piece, ar.bound(weights.size.mT, rows.evenness)[..., :2])
+        ops.add_keys(self.evenness, piece, ar.bound(weights.size.mT, rows.evenness)[..., :3])
         ops.add_keys(self.fourths, piece, ar.bound(fourth.mT, rows.fourths)[..., :2])
         if ops.rounding.flush:
             lost = ar.rough(flushed(weights.value, ops.rounding.flush))
@@ -84,7 +84,7 @@ class Backward:
         ops.add_keys(self.dk_fourths, piece, ar.bound(fourth.mT, rows.q_fourths)[..., :1])
         if ops.rounding.flush:
             lost = flushed(ds.value.abs(), ops.flush_ds or 0.0)
-            lost = ar.rough(torch.maximum(lost, _follows(flushed(p, ops.rounding.flush), p, ds.value)))
+            lost = ar.rough(lost + _follows(flushed(p, ops.rounding.flush), p, ds.value))
             self._to_rows(self.flushed["dq"], rows, ar.bound(lost, key_absolute))
             ops.add_keys(self.flushed["dk"], piece, ar.bound(lost.mT, rows.q_absolute))
 
@@ -131,6 +131,7 @@ class Backward:
             coherent=(by_delta + by_dp).sqrt() * ops.scale,
             flushed=self.flushed["dq"] * ops.scale if self.flushed else None,
             lost=ops.case.seqlen_kv * ops.lost_ds * ops.k_most,
+            evenness=forward.evenness,
         )
         dq = self.dq * ops.case.scale
         bound = bound_of(dq, terms, ops.rounding, ops.case.seqlen_kv, ops.query_deviations)
@@ -151,11 +152,13 @@ class Backward:
             growth=self._growth_of_keys(),
             mean=ops.shared_query(ops.q),
             flushed=self.flushed["dk"] * ops.scale if self.flushed else None,
-            lost=ops.num_queries * ops.of_heads(ops.lost_ds * ops.q_most),
+            lost=ops.num_queries * ops.of_heads(ops.lost_ds * ops.q_most) + 2 * ops.rounding.unit * ops.scale * self.evenness[..., 2],
+            evenness=self._evenness_of_keys(),
             common=by_delta,
             common_fourths=of_delta,
             parts=squares if ops.case.group > 1 else None,
             num_parts=ops.case.group,
+            are_parts_alike=ops.same_ds,
         )
         return self._of_keys(self.dk * ops.scale, terms)  # the operand q carries the scale's sign
 
@@ -170,9 +173,10 @@ class Backward:
             mean=ops.shared_query(ops.do),
             flushed=self.flushed.get("dv"),
             lost=ops.num_queries * UNDERFLOW[ops.case.dtype] * ops.of_heads(ops.do_most),
-            evenness=self.evenness[..., 0] / self.evenness[..., 1].clamp_min(TINY),
+            evenness=self._evenness_of_keys(),
             parts=squares if ops.case.group > 1 else None,
             num_parts=ops.case.group,
+            are_parts_alike=ops.same_ds,
             columns=ops.columns_dv,
         )
         return self._of_keys(self.dv, terms)
@@ -181,6 +185,10 @@ class Backward:
         ops = self.ops
         bound = bound_of(value, terms, ops.rounding, ops.num_queries, ops.key_deviations)
         return ops.per_key(value), Bound(*map(ops.per_key, bound.tensors()))
+
+    def _evenness_of_keys(self) -> Tensor:
+        """The mean evenness of what each key's queries round, by P, `[batch * heads_kv, seqlen_kv]`."""
+        return self.evenness[..., 0] / self.evenness[..., 1].clamp_min(TINY)
 
     def _growth_of_keys(self) -> Tensor:
         """The largest growth of the queries of each key/value head, `[batch * heads_kv, 1]`."""
@@ -220,18 +228,22 @@ class _Rows:
         q_squares = q2 * growth2
         self.q_squares, self.q_fourths = ar.columns(q_squares), ar.columns(q_squares.square())
         evenness = flat(forward.evenness)
-        self.evenness = ar.columns(evenness, torch.ones_like(evenness))
+        # P that is rounded to one side in all of a row is so in out and D too, and in dS the other way.
+        of_even = evenness * self.delta[..., 0].abs() * q2.sqrt()
+        self.evenness = ar.columns(evenness, torch.ones_like(evenness), of_even)
 
 
 def _delta_rounding(ops: Operands, forward: Forward, rows: slice) -> Tensor:
     """In units of u, what rounding out, P before it and sums costs the row-sum term D = <do, out>, `[stacks, group, rows]`."""
     do, out = ops.do[:, :, rows], forward.out[:, :, rows]
-    of_out = (do * out).square().sum(-1)
+    products = do * out
+    of_out = products.square().sum(-1)
     in_fp32 = ops.rounding.ratio * fp32_steps(ops.case.head_dim_v)
     of_sum = in_fp32**2 * ops.do_norm2[:, :, rows] * out.square().sum(-1)
     # <do, V>: directions of their own, and the one that the values share.
     along_do = ops.do_norm2[:, :, rows] / ops.case.head_dim_v + (do.to(out.dtype) * ops.shared_v).sum(-1).square()
-    of_terms = forward.squares[:, :, rows, 0] * along_do
+    to_one_side = (forward.evenness[:, :, rows] * products.sum(-1)).square()
+    of_terms = forward.squares[:, :, rows, 0] * along_do + to_one_side
     return (ops.growth[:, :, rows].square() * (of_out + of_terms) + of_sum).sqrt()
 
 

@@ -159,8 +159,8 @@ class Terms:
     often each term is rounded. `coherent` is the norm of an error that all terms share; `growth` is how much fp32 arithmetic adds to a
     rounding (1 if nothing); `common` are those of `squares` that belong to errors which other rows share, and `common_fourths` the sum
     of their squares; `evenness` in 0 to 1 says that P's roundings do not average out; `lost` is what underflow in fp32 costs at most;
-    `parts` are the squares of what is rounded before the last sum, `num_parts` of them, each query head's share of a group; `columns`
-    of a row are copies of each other, and round alike.
+    `parts` are the squares of what is rounded before the last sum, `num_parts` of them, each query head's share of a group, which may all
+    be alike; `columns` of a row are copies of each other, and round alike.
     """
 
     absolute: Tensor
@@ -178,6 +178,7 @@ class Terms:
     roundings: int = 1
     columns: int = 1
     num_parts: int = 0
+    are_parts_alike: bool = False
 
 
 def concentrated(products: Tensor, squares: Tensor, errors: Tensor) -> Tensor:
@@ -199,8 +200,11 @@ def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int, de
     tiny = 1e-290 if value.dtype is torch.float64 else 1e-37
     rounded2 = terms.growth.square() * size2
     rounded_along2 = terms.growth.square() * value.square().square().sum(-1) * terms.columns / size2.clamp_min(tiny)
+    sameness = 4 * rounding.unit / relative_spread(value.abs())  # a spacing over the spread of the row's entries
     if terms.parts is not None:  # independent parts are as large as their terms' squares say, parts in one direction as the row
-        rounded2, rounded_along2 = 2 * rounded2 + terms.parts, 2 * rounded_along2 + terms.parts / dim
+        # Sums of rounded parts lie on a lattice: entries that fall on few of its points round alike, with the inverse of their number.
+        of_lattice = size2 * (sameness / (2 * math.sqrt(math.pi))).clamp(max=1.0)
+        rounded2, rounded_along2 = 2 * rounded2 + terms.parts, 2 * rounded_along2 + terms.parts / dim + of_lattice
     # Each term, each part and the result rounded at their worst: 2 u each.
     roundings = terms.roundings + 1 + (terms.parts is not None)
     scale = absolute2.sqrt() + coherent2.sqrt()
@@ -212,9 +216,14 @@ def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int, de
     shared2 = (value * terms.mean).sum(-1).square() / size2.clamp_min(tiny)
     aligned2 = (terms.concentrated + terms.squares * (1 / dim + shared2)).minimum(terms.squares)
     # A row whose entries are all one number, as far as the dtype can tell, is rounded to one side each time.
-    one_side = (1 + (terms.parts is not None)) * 2 * evenness(value.abs(), rounding) * size2.sqrt()
+    one_side = (1 + (terms.parts is not None)) * 2 * evenness(sameness) * size2.sqrt()
     along = (aligned2 + coherent2 + rounded_along2).sqrt() + one_side / deviations
-    floor = value.shape[-1] ** 0.5 * rounding.smallest * (1 + terms.num_parts**0.5 if rounding.flush else num_terms)
+    # Below the smallest step: half of it for the result, and for each part, whose roundings are independent but in one direction if all
+    # columns are one (a uniform error's rms is 0.58 of its largest).
+    of_parts: float = terms.num_parts
+    if not terms.are_parts_alike:
+        of_parts = min(of_parts, 0.29 * isotropic(dim, deviations) * terms.num_parts**0.5)
+    floor = value.shape[-1] ** 0.5 * rounding.smallest * (1 + of_parts if rounding.flush else num_terms)
     flush = torch.full_like(size2, floor) if terms.flushed is None else torch.linalg.vector_norm(terms.flushed, dim=-1) + floor
     if terms.lost is not None:
         flush = flush + terms.lost
@@ -228,14 +237,18 @@ def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int, de
     return Bound(scale, spread2.sqrt(), tile2.sqrt(), torch.minimum(at_worst, likely), along, terms.squares, flush, shared)
 
 
-def evenness(x: Tensor, rounding: Rounding) -> Tensor:
-    """How far non-negative numbers `[..., n]` are one to within a spacing, 0 to 1: the mean of their rounding errors, in half spacings.
+def relative_spread(x: Tensor) -> Tensor:
+    """Standard deviation over mean of non-negative numbers `[..., n]`; infinite where all are 0."""
+    mean = x.mean(-1)
+    return (x - mean[..., None]).square().mean(-1).sqrt().clamp_min(1e-30) / mean
+
+
+def evenness(sameness: Tensor) -> Tensor:
+    """The mean rounding error of numbers, in half spacings, 0 to 1, from the spacing over their spread.
 
     Rounding errors are periodic; of numbers spread by s normally, the mean of the first harmonic is exp(-2 (pi s / spacing)^2).
     """
-    mean = x.mean(-1)
-    relative = (x - mean[..., None]).square().mean(-1).sqrt() / mean.clamp_min(1e-30)
-    return torch.exp(-2 * (math.pi * relative / (4 * rounding.unit)).square()) * (mean > 0)
+    return torch.exp(-2 * (math.pi / sameness).square())
 
 
 def _fluctuation(terms: Terms, deviations: float) -> Tensor | float:
