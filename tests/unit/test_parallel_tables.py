@@ -52,7 +52,7 @@ def test_documented_tables_are_those_of_the_records() -> None:
 
 
 def test_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(DOCS / "results" / "context-parallel-2xh200-peers.jsonl")]) == 0
+    assert main([str(DOCS / "results" / "context-parallel-2xh200.jsonl")]) == 0
     assert "| 32,768 | full | fa2 | yunchang ulysses |" in capsys.readouterr().out
 
 
