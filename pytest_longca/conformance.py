@@ -42,14 +42,20 @@ FAILURES = pytest.StashKey[dict[tuple[str, str], Outcome]]()
 
 @dataclass
 class Findings:
-    """What a cell's cases have shown so far: how many ran, and how close each tensor came to its limit."""
+    """What a cell's cases have shown so far: how many ran, how close each tensor came to its limit, and what was refused when it ran."""
 
     num_cases: int = 0
+    refused: "list[tuple[Case, Verification]]" = field(default_factory=list)
     worst: dict[str, tuple[float, str]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     has_backward: bool = False
 
     def add(self, case: "Case", verification: "Verification") -> None:
+        if isinstance(verification.outcome, Unsupported):
+            self.refused.append((case, verification))
+            first, why = self.refused[0]
+            self.facts["refused"] = f"{len(self.refused)} cases when they ran, the first {first.id}: {why.outcome}"
+            return
         self.num_cases += 1
         self.has_backward |= case.direction.needs_backward
         self.facts |= verification.facts
@@ -66,7 +72,7 @@ class Findings:
 
 
 def run_probes(item: pytest.Item, session: "Session", kernel: str, mask: str) -> None:
-    """Judge the exact probes of a cell; the first case that is not right ends it, unless its failure is known."""
+    """Judge the exact probes of a cell; the first case that is not right ends it, unless its failure is known or it is refused."""
     from pytest_longca.strategies import probe_cases
 
     findings, checks = Findings(), select_checks(session.options.checks, "probes")
@@ -76,7 +82,7 @@ def run_probes(item: pytest.Item, session: "Session", kernel: str, mask: str) ->
         findings.add(case, verification)
         if isinstance(known(session, kernel, case, verification.outcome), KnownWrong):
             excused = excused or (case, verification)
-        elif not isinstance(verification.outcome, Passed):
+        elif not isinstance(verification.outcome, Passed | Unsupported):
             finish(item, session, "probes", kernel, case, verification, findings)
     if excused:
         finish(item, session, "probes", kernel, *excused, findings)
@@ -107,7 +113,9 @@ def run_case(item: pytest.Item, session: "Session", kernel: str, case: "Case") -
 
 
 def finish_cell(item: pytest.Item, session: "Session", stage: str, kernel: str, mask: str, findings: Findings) -> None:
-    """Record a cell whose cases all passed; a cell without a case is not a pass."""
+    """Record a cell whose cases all passed or were refused; a cell without a case that ran is not a pass."""
+    if findings.refused and not findings.num_cases:
+        finish(item, session, stage, kernel, *findings.refused[0], findings)
     outcome: Outcome = Passed() if findings.num_cases else NotVerified("no case of this cell could run here")
     direction = "fwd_bwd" if findings.has_backward else "fwd"
     keep(item, record(session, stage, kernel, mask, outcome, findings, direction=direction))

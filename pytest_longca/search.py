@@ -12,7 +12,7 @@ from hypothesis.errors import FlakyFailure
 from pytest_longca.checknames import select_checks
 from pytest_longca.conformance import Findings, finish, finish_cell, known
 from pytest_longca.errors import CheckFailed
-from pytest_longca.outcome import Crashed, KnownWrong, Passed, TimedOut, Wrong
+from pytest_longca.outcome import Crashed, KnownWrong, Passed, TimedOut, Unsupported, Wrong
 
 if TYPE_CHECKING:
     from pytest_longca.case import Case
@@ -40,10 +40,10 @@ class Search:
     def example(self, case: "Case") -> None:
         """Judge a drawn case; raises a class of its own for each kind of failure, so that one does not shrink into another.
 
-        A known failure is kept and the search goes on: it must not hide another one.
+        A known failure is kept and the search goes on: it must not hide another one. Nor must a case that is refused when it runs.
         """
         verification = self._verification(case)
-        if verification is None or isinstance(verification.outcome, Passed):
+        if verification is None or isinstance(verification.outcome, Passed | Unsupported):
             return
         if isinstance(known(self._session, self._kernel, case, verification.outcome), KnownWrong):
             self.excused = self.excused or (case, verification)

@@ -14,8 +14,10 @@ import time
 
 import torch
 
+from pytest_longca.errors import DidNotRun
 from pytest_longca.kernel import AutogradCall, Kernel
 from pytest_longca.kernels.naive import Naive
+from pytest_longca.outcome import Unsupported
 
 
 class ScaleGradient(torch.autograd.Function):
@@ -63,8 +65,25 @@ class ReturnsNone(Naive):
         return AutogradCall(lambda q, k, v: None, inputs, case.direction.needs_backward)
 
 
+class Refusing(Naive):
+    name, longest = "refusing", -1
+
+    def bind(self, case, inputs):
+        if case.seqlen_q > self.longest:
+            raise DidNotRun(Unsupported("no kernel for so long a sequence"))
+        return super().bind(case, inputs)
+
+
+class Picky(Refusing):
+    name, longest = "picky", 15
+
+
+class PickyWrong(Picky, WrongDk):
+    name = "picky_wrong"
+
+
 def pytest_longca_kernels():
-    return [WrongDk(), Crashing(), Hanging(), ReturnsNone()]
+    return [WrongDk(), Crashing(), Hanging(), ReturnsNone(), Refusing(), Picky(), PickyWrong()]
 '''
 
 Run = Callable[..., pytest.RunResult]

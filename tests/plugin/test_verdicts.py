@@ -53,6 +53,27 @@ def test_a_hang_is_killed_and_reported(judge: Run) -> None:
     result.stdout.fnmatch_lines(["hanging timed out: no answer within 6 s*"])
 
 
+def test_cases_that_are_refused_when_they_run_do_not_end_a_cell(judge: Run) -> None:
+    result = judge("--longca-kernels=picky", "--longca-examples=20", "-k", "examples or probes", "--longca-json=records.jsonl")
+    result.assert_outcomes(passed=2)
+    for record in map(json.loads, Path("records.jsonl").read_text().splitlines()):
+        assert record["outcome"]["kind"] == "passed" and record["num_examples"] > 0
+        assert re.fullmatch(
+            r"\d+ cases when they ran, the first causal.*: unsupported: no kernel for so long a sequence", record["facts"]["refused"]
+        )
+
+
+def test_a_refusal_hides_no_failure(judge: Run) -> None:
+    judge("--longca-kernels=picky_wrong", "--longca-examples=20", "-k", "examples").assert_outcomes(failed=1)
+
+
+def test_a_cell_in_which_every_case_is_refused_is_unsupported(judge: Run) -> None:
+    result = judge("--longca-kernels=refusing", "-k", "examples or probes", "--longca-json=records.jsonl")
+    result.assert_outcomes(skipped=2)
+    kinds = [json.loads(line)["outcome"]["kind"] for line in Path("records.jsonl").read_text().splitlines()]
+    assert kinds == ["unsupported"] * 2
+
+
 def test_a_kernel_that_returns_none_is_wrong_and_told_what_to_return(judge: Run) -> None:
     result = judge("--longca-kernels=returns_none", "-k", "examples")
     result.assert_outcomes(failed=1)
