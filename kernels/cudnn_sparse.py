@@ -11,13 +11,14 @@ A row that sees nothing: out 0, lse -inf.
 
 import contextlib
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pytest_longca import blocks
+from pytest_longca import block_snippets, blocks
 from pytest_longca.backend import BackendCall
 from pytest_longca.block_layout import padded_blocks
 from pytest_longca.case import Case
@@ -83,8 +84,7 @@ class CudnnSparse(Kernel):
     def bind(self, case: Case, inputs: Inputs) -> BackendCall:
         import cudnn.block_sparse_attention  # noqa: F401  # a missing or broken install shows here, not in the first call
 
-        uniform = blocks.uniform_size(case.mask)
-        block = 128 if uniform and uniform % 128 == 0 else 64
+        block = block_of(case)
         layout = padded_blocks(case.mask, case.heads_q, inputs.q.device, block)
         lists = blocks.padded_lists(layout.block_map)
         blocks.check_lists(lists, layout.block_map.shape[-1])
@@ -99,6 +99,59 @@ class CudnnSparse(Kernel):
 
         facts = {"source": "cudnn.block_sparse_attention", "block": str(block), **layout.facts()}
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts)
+
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
+        block = block_of(case)
+        layout = padded_blocks(case.mask, case.heads_q, "cpu", block)
+        out = "out" if layout.q.slots is None else f"{block_snippets.unpad(layout, 'out.transpose(1, 2)')}.transpose(1, 2)"
+        is_padded = layout.kv.slots is not None
+        sizes = "torch.tensor(SIZES_KV, dtype=torch.int32, device=DEVICE).expand(*NUM.shape[:2], -1).contiguous()" if is_padded else "None"
+        return f"""\
+from cudnn.block_sparse_attention import block_sparse_attention_backward, block_sparse_attention_forward
+
+{block_snippets.padded_map(layout)}
+{block_snippets.LISTS}
+INDEX = INDEX[:, :, : max(1, int(NUM.max()))]
+INDEX, NUM = (x.expand(BATCH, HEADS_Q, *x.shape[1:]).contiguous() for x in (INDEX, NUM))
+LISTS = dict(q2k_block_index=INDEX, q2k_block_nums=NUM, sparse_block_size={block}, softmax_scale=SCALE, layout="bshd")
+LENGTHS = {sizes}
+
+{block_snippets.padding(layout, block)}
+{FUNCTION}
+
+def attention(q, k, v):
+    q, k, v = (aligned(x.transpose(1, 2)) for x in ({block_snippets.pad(layout)}))
+    out, lse = Attention.apply(q, k, v)
+    return {out}, {block_snippets.unpad(layout, "lse")}
+"""
+
+
+FUNCTION = '''\
+class Attention(torch.autograd.Function):
+    """Forward and backward as one differentiable function."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        empty = bool((NUM == 0).any())
+        result = block_sparse_attention_forward(q, k, v, **LISTS, block_sizes=LENGTHS, allow_empty_block_nums=empty)
+        out, lse = result["o_tensor"], result["lse_tensor"]
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, do, _):
+        lengths = None if LENGTHS is None else LENGTHS[:, 0].contiguous()
+        result = block_sparse_attention_backward(aligned(do), *ctx.saved_tensors, **LISTS, block_sizes=lengths)
+        return result["dq_tensor"], result["dk_tensor"], result["dv_tensor"]
+'''
+"""Lines of a standalone file: `CudnnBlockSparse` below, with its plan in names."""
+
+
+def block_of(case: Case) -> int:
+    """The block size that upstream is given."""
+    uniform = blocks.uniform_size(case.mask)
+    return 128 if uniform and uniform % 128 == 0 else 64
 
 
 def cudnn_block_sparse(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,12 @@ Dtypes: bf16, fp16. Head dims: 32, 64, 128. GQA: yes, with a map for each query 
 Architectures: from sm80. Determinism: forward; not dq. lse: natural, +inf where a row sees nothing, made -inf here; out is 0 there.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from pytest_longca import blocks
+from pytest_longca import block_snippets, blocks
 from pytest_longca.backend import BackendCall
 from pytest_longca.case import Case
 from pytest_longca.inputs import Inputs
@@ -18,6 +20,7 @@ from pytest_longca.kernel import Capabilities, Kernel, Requirement
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
 from pytest_longca.packing import aligned
+from pytest_longca.snippets import MINUS_INFINITY
 
 BLOCK = 128
 
@@ -68,3 +71,23 @@ class Fa2Sparse(Kernel):
             return out.unflatten(0, (case.batch, -1)), torch.where(lse.isposinf(), float("-inf"), lse)
 
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, {"source": "block_sparse_attn"})
+
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
+        fine = ([BLOCK] * (seqlen // BLOCK) for seqlen in (case.seqlen_q, case.seqlen_kv))
+        return f"""\
+from block_sparse_attn import block_sparse_attn_func
+
+{block_snippets.block_map(*fine)}
+MAP = BLOCK_MAP.expand(BATCH, HEADS_Q, -1, -1).contiguous()
+HEAD_MASK_TYPE = torch.ones(HEADS_Q, dtype=torch.int32, device=DEVICE)
+CU_SEQLENS = [torch.arange(BATCH + 1, dtype=torch.int32, device=DEVICE) * seqlen for seqlen in (SEQLEN_Q, SEQLEN_KV)]
+
+
+def attention(q, k, v):
+    packed = (aligned(x).flatten(0, 1) for x in (q, k, v))
+    out, lse, _ = block_sparse_attn_func(
+        *packed, *CU_SEQLENS, HEAD_MASK_TYPE, None, MAP, SEQLEN_Q, SEQLEN_KV, 0.0, softmax_scale=SCALE, return_attn_probs=True
+    )
+    lse = lse[:, :, :SEQLEN_Q]
+    return out.unflatten(0, (BATCH, -1)), {MINUS_INFINITY}
+"""

@@ -9,13 +9,13 @@ lse: upstream's is in base 2. A row that sees nothing: out 0, lse -inf. A map th
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pytest_longca import blocks
+from pytest_longca import block_snippets, blocks
 from pytest_longca.backend import BackendCall, refusals
 from pytest_longca.case import Case
 from pytest_longca.inputs import Inputs
@@ -28,6 +28,37 @@ INT_WORKSPACE_BYTES = 64 * 2**20
 """The wrapper's own 8 MiB end at some ten thousand rows of blocks."""
 MAX_ROWS = 32768
 """Entries of the wrapper's buffer of row lengths: one for each row of blocks, of each key/value head where maps differ."""
+
+SHARED_PLAN = """\
+WRAPPER = flashinfer.BlockSparseAttentionWrapper(WORKSPACES[0])
+WRAPPER.reset_workspace_buffer(*WORKSPACES)
+INDPTR = torch.tensor([0, *BLOCK_MAP[0].sum(-1).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
+INDICES = BLOCK_MAP[0].nonzero()[:, 1].to(torch.int32)
+WRAPPER.plan(
+    INDPTR, INDICES, SEQLEN_Q, SEQLEN_KV, SIZES_Q[0], SIZES_KV[0], HEADS_Q, HEADS_KV, HEAD_DIM,
+    sm_scale=SCALE, q_data_type=DTYPE, o_data_type=DTYPE,
+)
+
+
+def attention(q, k, v):
+    parts = [WRAPPER.run(*(x[b].contiguous() for x in (q, k, v)), return_lse=True) for b in range(BATCH)]
+    out, lse_log2 = (torch.stack(x) for x in zip(*parts))
+    return out, lse_log2.transpose(1, 2) * math.log(2)
+"""
+VARIABLE_PLAN = """\
+WRAPPER = flashinfer.VariableBlockSparseAttentionWrapper(WORKSPACES[0])
+WRAPPER.reset_workspace_buffer(*WORKSPACES)
+MAP = BLOCK_MAP.expand(HEADS_Q, -1, -1)[:: HEADS_Q // HEADS_KV].contiguous()
+SIZES = [torch.tensor([sizes] * HEADS_KV, dtype=torch.int32, device=DEVICE) for sizes in (SIZES_Q, SIZES_KV)]
+WRAPPER.plan(MAP, *SIZES, HEADS_Q, HEADS_KV, HEAD_DIM, sm_scale=SCALE, q_data_type=DTYPE)
+
+
+def attention(q, k, v):
+    parts = [WRAPPER.run(*(x[b].transpose(0, 1) for x in (q, k, v)), return_lse=True) for b in range(BATCH)]
+    out, lse_log2 = (torch.stack(x) for x in zip(*parts))
+    return out.transpose(1, 2), lse_log2 * math.log(2)
+"""
+"""The two calls as lines of a standalone file, as `plan_shared` and `plan_variable` make them."""
 
 OneElement = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -69,6 +100,18 @@ class FlashInfer(Kernel):
 
         wrapper = "BlockSparseAttentionWrapper" if one_map(case) else "VariableBlockSparseAttentionWrapper"
         return BackendCall(self.name, attend, inputs, False, {"source": f"flashinfer.{wrapper}"})
+
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
+        sparse = blocks.of(case.mask)
+        plan = SHARED_PLAN if one_map(case) else VARIABLE_PLAN
+        return f"""\
+import math
+
+import flashinfer
+
+{block_snippets.block_map(sparse.sizes_q(), sparse.sizes_kv())}
+WORKSPACES = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for size in ({WORKSPACE_BYTES}, {INT_WORKSPACE_BYTES})]
+{plan}"""
 
 
 def one_map(case: Case) -> bool:

@@ -14,6 +14,8 @@ Masks have one head axis for all heads; a batch axis is taken.
 Source: FlashMask, arXiv:2410.01359.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ from pytest_longca.kernels.flashmask_plan import Launch, Plan, Tile, make_plan
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
 from pytest_longca.outcome import Unsupported
+from pytest_longca.snippets import OWN_TRITON
 
 Tiles = tuple[Tile, Tile, Tile]
 
@@ -116,3 +119,22 @@ class FlashMask(Kernel):
 
         facts = {"mask_form": "column form", "tma": str(launch.tma), "plan_bytes": str(plan.nbytes)}
         return AutogradCall(attend, inputs, case.direction.needs_backward, **facts)
+
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
+        return f"""\
+{OWN_TRITON}
+from pytest_longca.intervals import two_runs
+from pytest_longca.kernels.flashmask import choose_launch
+from pytest_longca.kernels.flashmask_attention import FlashMaskFunction
+from pytest_longca.kernels.flashmask_plan import make_plan
+
+LAUNCH = choose_launch(max(HEAD_DIM, HEAD_DIM_V), DTYPE, torch.device(DEVICE))
+PLAN = make_plan(
+    two_runs(VISIBLE), SEQLEN_KV, fwd=LAUNCH.fwd, dq=LAUNCH.dq if BACKWARD else None, dkdv=LAUNCH.dkdv if BACKWARD else None,
+    group=HEADS_Q // HEADS_KV, heads=HEADS_KV * (BATCH if len(VISIBLE) == 1 else 1), processors=LAUNCH.processors,
+)
+
+
+def attention(q, k, v):
+    return FlashMaskFunction.apply(q, k, v, PLAN, SCALE, LAUNCH)
+"""

@@ -6,6 +6,9 @@ Layout: BSHD in any strides. Dtypes: all. Head dims: all, head_dim_v free. GQA: 
 Architectures: any. Determinism: yes on the CPU; on a GPU as torch's matrix products. Memory: O(seqlen_q * seqlen_kv).
 """
 
+import inspect
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -48,22 +51,37 @@ class Naive(Kernel):
         return too_long_for_scores(case, machine)
 
     def bind(self, case: Case, inputs: Inputs) -> AutogradCall:
-        hidden, empty = split_mask(case, case.mask.dense(inputs.q.device))
+        hidden, empty = split_mask(case.mask.dense(inputs.q.device), case.heads_kv)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             return naive_attention(q, k, v, hidden, empty, case.scale)
 
         return AutogradCall(attend, inputs, case.direction.needs_backward, backend="torch")
 
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
+        functions = (split_mask, naive_attention, _grouped_matmul, _rounded)
+        source = "\n\n".join(inspect.getsource(function) for function in functions)
+        return f"""\
+from torch import Tensor
 
-def split_mask(case: Case, visible: Tensor) -> tuple[Tensor, Tensor]:
+
+{source}
+
+HIDDEN, EMPTY = split_mask(VISIBLE, HEADS_KV)
+
+
+def attention(q, k, v):
+    return naive_attention(q, k, v, HIDDEN, EMPTY, SCALE)
+"""
+
+
+def split_mask(visible: Tensor, heads_kv: int) -> tuple[Tensor, Tensor]:
     """`(hidden, empty)`: the keys to mask out, except in rows that see nothing, and those rows.
 
     Both have the grouped head axes: `[batch or 1, heads_kv or 1, group or 1, seqlen_q, seqlen_kv or 1]`.
     An empty row keeps its finite scores, so that neither softmax nor its gradient meets inf - inf; it is zeroed afterwards.
     """
-    heads = (1, 1) if visible.shape[1] == 1 else (case.heads_kv, case.group)
-    visible = visible.unflatten(1, heads)
+    visible = visible.unflatten(1, (1, 1) if visible.shape[1] == 1 else (heads_kv, -1))
     empty = ~visible.any(-1, keepdim=True)
     return ~visible & ~empty, empty
 

@@ -11,11 +11,12 @@ A row that sees nothing: undefined upstream (it reads before its list), so such 
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from pytest_longca import blocks
+from pytest_longca import block_snippets, blocks
 from pytest_longca.backend import BackendCall
 from pytest_longca.block_layout import PaddedBlocks, padded_blocks
 from pytest_longca.case import Case
@@ -69,6 +70,20 @@ class Vsa(Kernel):
         facts = {"source": "fastvideo_kernel.block_sparse_attn_sm90", **layout.facts()}
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts)
 
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
+        layout = padded_blocks(case.mask, case.heads_q, "cpu", BLOCK)
+        out, lse = (block_snippets.unpad(layout, name) for name in ("out", "lse"))
+        return f"""\
+{snippet_lists(layout)}
+def attention(q, k, v):
+    q, k, v = {block_snippets.pad(layout)}
+    op = torch.ops.fastvideo_kernel.block_sparse_attn_sm90  # of one batch element
+    parts = [op(q[b : b + 1], k[b : b + 1], v[b : b + 1], INDEX, NUM, LENGTHS) for b in range(BATCH)]
+    out, minus_lse = (torch.cat(x) for x in zip(*parts))
+    lse = minus_lse.squeeze(-1) / -math.sqrt(HEAD_DIM)
+    return {out}.transpose(1, 2), {lse}
+"""
+
 
 def refused_scale(case: Case) -> str | None:
     """FastVideo's kernels have 1/sqrt(head_dim) built in."""
@@ -81,3 +96,18 @@ def head_lists(layout: PaddedBlocks, heads: int) -> tuple[Tensor, Tensor]:
     block_map = layout.block_map.expand(heads, -1, -1)
     lists = blocks.padded_lists(block_map, capacity=block_map.shape[-1])
     return lists.index[None], lists.num[None]
+
+
+def snippet_lists(layout: PaddedBlocks) -> str:
+    """Lines of a standalone file that load the operators and define INDEX and NUM as `head_lists` does, LENGTHS, and what pads blocks."""
+    return f"""\
+import math
+
+import fastvideo_kernel.block_sparse_attn  # registers the operators
+
+{block_snippets.padded_map(layout)}
+{block_snippets.LISTS}
+INDEX, NUM = (x.expand(HEADS_Q, *x.shape[1:])[None].contiguous() for x in (INDEX, NUM))
+LENGTHS = torch.tensor(SIZES_KV, dtype=torch.int32, device=DEVICE)
+
+{block_snippets.padding(layout, BLOCK)}"""

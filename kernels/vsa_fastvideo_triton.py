@@ -9,16 +9,18 @@ A row that sees nothing: out 0, lse -inf.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from pytest_longca import block_snippets
 from pytest_longca.backend import BackendCall
 from pytest_longca.block_layout import padded_blocks
 from pytest_longca.case import Case
 from pytest_longca.inputs import Inputs
 from pytest_longca.kernel import Capabilities, Kernel
-from pytest_longca.kernels.vsa import BLOCK, FASTVIDEO, head_lists, refused_scale
+from pytest_longca.kernels.vsa import BLOCK, FASTVIDEO, head_lists, refused_scale, snippet_lists
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
 
@@ -59,3 +61,17 @@ class VsaFastvideoTriton(Kernel):
 
         facts = {"source": "fastvideo_kernel.block_sparse_attn_triton", **layout.facts()}
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts)
+
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
+        layout = padded_blocks(case.mask, case.heads_q, "cpu", BLOCK)
+        out, lse = (block_snippets.unpad(layout, name) for name in ("out", "lse"))
+        return f"""\
+{snippet_lists(layout)}
+INDEX, NUM = (x.expand(BATCH, *x.shape[1:]).contiguous() for x in (INDEX, NUM))
+
+
+def attention(q, k, v):
+    q, k, v = {block_snippets.pad(layout)}
+    out, lse = torch.ops.fastvideo_kernel.block_sparse_attn_triton(q, k, v, INDEX, NUM, LENGTHS)
+    return {out}.transpose(1, 2), {lse} * math.log(2)
+"""

@@ -11,18 +11,19 @@ lse: natural logarithm. A row that sees nothing: out 0, lse -inf, gradients 0.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pytest_longca import blocks
+from pytest_longca import block_snippets, blocks
 from pytest_longca.case import Case
 from pytest_longca.inputs import Inputs
 from pytest_longca.kernel import AutogradCall, Capabilities, Kernel, Requirement
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
+from pytest_longca.snippets import OWN_TRITON
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +171,19 @@ class VsaTriton(Kernel):
             return block_sparse_attention(q, k, v, plan, case.scale)
 
         return AutogradCall(attend, inputs, case.direction.needs_backward, backend="triton")
+
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
+        sparse = blocks.of(case.mask)
+        return f"""\
+{OWN_TRITON}
+from pytest_longca.kernels.vsa_triton import INTERPRETED, choose_configs, make_plan
+from pytest_longca.kernels.vsa_triton_launch import block_sparse_attention
+
+{block_snippets.block_map(sparse.sizes_q(), sparse.sizes_kv())}
+CONFIGS = INTERPRETED if DEVICE == "cpu" else choose_configs(SIZES_Q, SIZES_KV)
+PLAN = make_plan(BLOCK_MAP, SIZES_Q, SIZES_KV, HEADS_KV, HEADS_Q, CONFIGS, BACKWARD)
+
+
+def attention(q, k, v):
+    return block_sparse_attention(q, k, v, PLAN, SCALE)
+"""

@@ -1,4 +1,7 @@
-"""A standalone Python file for a failure: one call of the kernel on one case, judged by a float64 reference, with nothing of ours in it."""
+"""A standalone Python file for a failure: one call of the kernel on one case, judged by a float64 reference.
+
+Nothing of ours is in it or needed by it, but for a kernel that is ours: that is imported, and the header says so.
+"""
 
 import hashlib
 import textwrap
@@ -24,6 +27,7 @@ UNITS = {"fp32": 2**-24, "bf16": 2**-9, "fp16": 2**-12, "fp64": 2**-53}
 
 
 NO_CALL_YET = "The call is not in this file:"
+OWN = "The kernel is pytest-longca's own and is imported from it: operands, mask, reference and comparison are spelled out here."
 
 
 def write_repro(
@@ -46,7 +50,7 @@ def repro_source(kernel: Kernel, case: Case, verification: "Verification", machi
     call = repro_text.NO_CALL.format(kernel=kernel.name) if snippet is None else textwrap.dedent(snippet).strip()
     copies_do = "aligned(" in call  # what takes aligned operands only takes such a gradient only
     parts = [
-        _header(kernel, case, verification, machine, versions, has_call=snippet is not None),
+        _header(kernel, case, verification, machine, versions, snippet),
         repro_text.IMPORTS,
         _constants(case, machine.device),
         mask_text(case.mask),
@@ -66,14 +70,16 @@ def is_without_call(path: Path) -> bool:
 
 
 def _header(
-    kernel: Kernel, case: Case, verification: "Verification", machine: "Machine", versions: Mapping[str, str], *, has_call: bool
+    kernel: Kernel, case: Case, verification: "Verification", machine: "Machine", versions: Mapping[str, str], snippet: str | None
 ) -> str:
     """What is wrong, on which case, with which versions, as comments."""
-    needs = " and ".join(["torch", *(need.distribution for need in kernel.requires)])
+    is_own = "pytest_longca" in (snippet or "")
+    needs = " and ".join(["torch", *(["pytest-longca"] if is_own else []), *(need.distribution for need in kernel.requires)])
     lines = [f"{kernel.name}: {verification.outcome}", *(str(finding) for finding in verification.findings)]
     lines += ["", f"case: {case.id}", f"seen with: {', '.join(' '.join(pair) for pair in versions.items())}, on {machine.name}"]
     lines += ["", f"Needs {needs}. Makes one call and compares it with the formulas in float64; exits with 1 while a tensor is wrong."]
-    lines += [] if has_call else [f"{NO_CALL_YET} until it is written into attention(), running it says so and exits with 1."]
+    lines += [OWN] if is_own else []
+    lines += [] if snippet is not None else [f"{NO_CALL_YET} until it is written into attention(), running it says so and exits with 1."]
     if others := sorted({finding.check for finding in verification.findings} - {"truth"}):
         lines += [f"Found by {', '.join(others)}: that looks at other calls than the one on these operands, so this file may see nothing."]
     return "\n".join(_comment(line) for line in lines)

@@ -1,10 +1,18 @@
-"""What the calls in standalone files have in common: FlashAttention's interface with a band and cu_seqlens, and lists as text."""
+"""What the calls in standalone files have in common: FlashAttention's interface with a band and cu_seqlens, our own kernels' beginning."""
 
 from pytest_longca.case import Case
 from pytest_longca.packing import Packing, packing_of
 
 MINUS_INFINITY = "lse.masked_fill(lse == torch.inf, -torch.inf)"
 """What FlashAttention writes as +inf for rows that see nothing, as it is meant."""
+
+OWN_TRITON = """\
+import os
+
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+"""
+"""How the file of one of our own Triton kernels begins: it imports the kernel from here, which is the kernel's package."""
 
 
 def flash_attention_call(case: Case, module: str, options: str, unlimited: int | None) -> str:

@@ -1,5 +1,6 @@
 """Standalone files: the same operands, mask and verdict as ours, without us."""
 
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_longca.block_map import BlockMap
 from pytest_longca.case import Case, Direction, Layout, Values
 from pytest_longca.checks import Verification
 from pytest_longca.errors import InvalidArgument
@@ -24,13 +26,17 @@ from pytest_longca.kernels.cudnn_flex import CudnnFlex
 from pytest_longca.kernels.fa2 import Fa2
 from pytest_longca.kernels.fa3 import Fa3
 from pytest_longca.kernels.fa4 import Fa4
+from pytest_longca.kernels.flashmask import FlashMask
 from pytest_longca.kernels.flex import Flex
 from pytest_longca.kernels.naive import Naive
 from pytest_longca.kernels.sdpa import Sdpa
+from pytest_longca.kernels.vsa_triton import VsaTriton
 from pytest_longca.machine import CPU
 from pytest_longca.mask import Mask, from_mask_mod
+from pytest_longca.masks.block import UniformBlock, VariableBlock
 from pytest_longca.masks.document import CausalDocument
 from pytest_longca.masks.regular import Causal, FullSlidingWindow
+from pytest_longca.masks.window import GlobalSlidingWindow
 from pytest_longca.outcome import Wrong
 from pytest_longca.repro import is_without_call, repro_source, write_repro
 from pytest_longca.repro_mask import linear, mask_text
@@ -57,6 +63,15 @@ class TopLeft(Kernel):
 
     def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
         return CALL.format(mask=self.mask)
+
+
+class Silent(TopLeft):
+    """One that gives no call."""
+
+    name = "silent"
+
+    def snippet(self, case: Case, facts: Mapping[str, str]) -> None:
+        return None
 
 
 class Masked(TopLeft):
@@ -120,12 +135,12 @@ def test_a_failure_that_one_call_may_not_show_is_said_to_be_such() -> None:
 
 
 def test_a_kernel_without_a_call_of_its_own_asks_for_it_and_exits_with_1(tmp_path: Path) -> None:
-    path = write_repro(str(tmp_path), Naive(), Case(mask=Causal(3, 3), head_dim=8), FAILED, CPU, {})
+    path = write_repro(str(tmp_path), Silent(), Case(mask=Causal(3, 3), head_dim=8), FAILED, CPU, {})
     assert is_without_call(path) and "# The call is not in this file:" in path.read_text()
     asked = subprocess.run([sys.executable, "-I", path], capture_output=True, text=True)
-    says = "naive was not called, so nothing was judged: write its call into attention() in this file\n"
+    says = "silent was not called, so nothing was judged: write its call into attention() in this file\n"
     assert (asked.returncode, asked.stdout, asked.stderr) == (1, "", says)
-    path.write_text(re.sub(r"^    sys.exit\(.naive.*$", "    return (q + k + v) * torch.nan, None", path.read_text(), flags=re.MULTILINE))
+    path.write_text(re.sub(r"^    sys.exit\(.silent.*$", "    return (q + k + v) * torch.nan, None", path.read_text(), flags=re.MULTILINE))
     filled = subprocess.run([sys.executable, "-I", path], capture_output=True, text=True)
     assert (filled.returncode, filled.stderr) == (1, "wrong: out, dq, dk, dv\n")
     assert not is_without_call(write_repro(str(tmp_path), TopLeft(), Case(mask=Causal(3, 3), head_dim=8), FAILED, CPU, {}))
@@ -198,6 +213,63 @@ def test_linear_runs_give_back_every_run(edges: list[list[int]]) -> None:
 @settings(max_examples=80, deadline=None, derandomize=True)
 def test_no_correct_call_is_called_wrong(case: Case) -> None:
     loaded(source(Sdpa(), case)).main()
+
+
+NO_KEYS = CausalDocument((5, 7), (5, 2))
+
+
+@pytest.mark.parametrize(
+    "mask", [NO_KEYS, UniformBlock(16, 24, 8, BlockMap("random", 0.4, heads=4, group=2, seed=3))], ids=lambda m: m.name
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_file_of_naive_holds_naive_itself(mask: Mask, dtype: str) -> None:
+    case = Case(mask=mask, batch=2, heads_q=4, heads_kv=2, head_dim=16, head_dim_v=8, dtype=dtype)
+    text = source(Naive(), case)
+    assert "pytest" not in text
+    same_as_adapter(Naive(), case, loaded(text))
+
+
+INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="compiled kernels are for a GPU")
+OWN = [
+    (FlashMask(), Case(mask=NO_KEYS, batch=2, heads_q=4, heads_kv=2, head_dim=16)),
+    (FlashMask(), Case(mask=GlobalSlidingWindow(70, 70, window=9, num_global=5), head_dim=16, direction=Direction.FWD)),
+    (VsaTriton(), Case(mask=UniformBlock(64, 96, 32, BlockMap(heads=4, group=2)), heads_q=4, heads_kv=2, head_dim=16)),
+    (VsaTriton(), Case(mask=VariableBlock((5, 30), (33, 3, 9), BlockMap("random", 0.6)), batch=2, head_dim=16)),
+]
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("kernel", "case"), OWN, ids=[f"{kernel.name}-{case.mask.name}" for kernel, case in OWN])
+def test_the_file_of_a_kernel_of_ours_imports_it_and_says_so(kernel: Kernel, case: Case) -> None:
+    text = source(kernel, case)
+    header = text.split("\n\n\n")[0]
+    assert "# Needs torch and pytest-longca and triton." in header
+    assert "# The kernel is pytest-longca's own and is imported from it" in header
+    same_as_adapter(kernel, case, loaded(text))
+
+
+@INTERPRETED
+def test_the_file_of_a_kernel_of_ours_runs_by_itself_where_there_is_no_gpu(tmp_path: Path) -> None:
+    path = write_repro(str(tmp_path), VsaTriton(), Case(mask=UniformBlock(32, 32, 32, BlockMap()), head_dim=16), FAILED, CPU, {})
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run([sys.executable, path], capture_output=True, text=True, env=environment)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.splitlines()[-1] == "right: every tensor is within its limits"
+
+
+def same_as_adapter(kernel: Kernel, case: Case, standalone: ModuleType) -> None:
+    """The file's call gives what the adapter gives, bit by bit, and the file finds it right."""
+    inputs = make_inputs(case)
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    call = kernel.bind(case, inputs)
+    (out, lse), (own_out, own_lse) = standalone.attention(*leaves), call.forward()
+    assert own_lse is not None
+    assert torch.equal(out, own_out)
+    assert torch.equal(lse, own_lse)
+    if case.direction.needs_backward:
+        for found, own in zip(torch.autograd.grad(out, leaves, inputs.do), call.backward(inputs.do), strict=True):
+            assert torch.equal(found, own)
+    standalone.main()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

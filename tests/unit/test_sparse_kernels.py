@@ -14,6 +14,7 @@ from torch import Tensor
 from pytest_longca.block_map import BlockMap, ExplicitMap
 from pytest_longca.case import Case, Direction
 from pytest_longca.catalogue import KERNELS, load
+from pytest_longca.checks import Verification
 from pytest_longca.errors import DidNotRun
 from pytest_longca.inputs import make_inputs
 from pytest_longca.kernel import Kernel
@@ -21,6 +22,8 @@ from pytest_longca.machine import CPU, H200, Machine
 from pytest_longca.mask import Mask
 from pytest_longca.masks.block import UniformBlock, VariableBlock
 from pytest_longca.masks.regular import Causal
+from pytest_longca.outcome import Wrong
+from pytest_longca.repro import repro_source
 
 A100 = Machine("cuda", (8, 0), "NVIDIA A100", 80 * 2**30)
 B200 = Machine("cuda", (10, 0), "NVIDIA B200", 180 * 2**30)
@@ -309,6 +312,28 @@ def test_out_lse_and_gradients_come_back_as_the_contract_says(name: str, case: C
     if case.direction.needs_backward:
         for found, true in zip(call.backward(inputs.do), torch.autograd.grad(true_out, leaves, inputs.do.transpose(1, 2)), strict=True):
             assert torch.allclose(found, true)
+
+
+@pytest.mark.parametrize(("name", "case"), RUNS, ids=[f"{name}-{case.mask.name}-{i}" for i, (name, case) in enumerate(RUNS)])
+def test_a_standalone_file_calls_the_package_as_the_adapter_does(name: str, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    case = dataclasses.replace(case, dtype="fp64")
+    inputs, kernel = make_inputs(case), kernel_named(name)
+    text = repro_source(kernel, case, Verification(Wrong("")), CPU, {})
+    assert "pytest" not in text
+    standalone = types.ModuleType("standalone")
+    exec(compile(text, "standalone.py", "exec"), standalone.__dict__)
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    out, lse = standalone.attention(*leaves)
+    call = kernel.bind(case, inputs)
+    own_out, own_lse = call.forward()
+    assert own_lse is not None
+    assert torch.equal(out, own_out)
+    assert torch.equal(lse, own_lse)
+    if case.direction.needs_backward:
+        for found, own in zip(torch.autograd.grad(out, leaves, inputs.do), call.backward(inputs.do), strict=True):
+            assert torch.equal(found, own)
+    standalone.main()
+    assert capsys.readouterr().out.splitlines()[-1].startswith("right")
 
 
 @pytest.mark.parametrize("name", ["vsa", "vsa_fastvideo_triton", "cudnn_sparse"])
