@@ -206,6 +206,7 @@ class Kernel(ABC):
 
         For `--longca-repro`. The text may use `torch`, BATCH, HEADS_Q, HEADS_KV, SEQLEN_Q, SEQLEN_KV, HEAD_DIM, HEAD_DIM_V, SCALE, DEVICE,
         DTYPE, BACKWARD, VISIBLE (the mask, bool `[batch or 1, heads or 1, seqlen_q, seqlen_kv]`) and `aligned(x)`, a copy where TMA does
-        not take the strides. `facts` are those of the call that failed. Pure, as `supports` is.
+        not take the strides. `facts` are those of the call that failed. Pure, as `supports` is. A class with a `bind` of its own inherits
+        none.
         """
         return None

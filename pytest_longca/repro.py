@@ -46,7 +46,7 @@ def write_repro(
 
 def repro_source(kernel: Kernel, case: Case, verification: "Verification", machine: "Machine", versions: Mapping[str, str]) -> str:
     """The file's text."""
-    snippet = kernel.snippet(case, verification.facts)
+    snippet = _call_of(kernel, case, verification.facts)
     call = repro_text.NO_CALL.format(kernel=kernel.name) if snippet is None else textwrap.dedent(snippet).strip()
     copies_do = "aligned(" in call  # what takes aligned operands only takes such a gradient only
     parts = [
@@ -62,6 +62,12 @@ def repro_source(kernel: Kernel, case: Case, verification: "Verification", machi
         repro_text.MAIN.replace("GRADIENT", "aligned(do)" if copies_do else "do"),
     ]
     return "\n\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _call_of(kernel: Kernel, case: Case, facts: Mapping[str, str]) -> str | None:
+    """The kernel's snippet, or None where it inherits one and has a `bind` of its own: that of another kernel would judge the other."""
+    snippet_of, bind_of = (next(cls for cls in type(kernel).__mro__ if name in vars(cls)) for name in ("snippet", "bind"))
+    return kernel.snippet(case, facts) if issubclass(snippet_of, bind_of) else None
 
 
 def is_without_call(path: Path) -> bool:

@@ -146,6 +146,15 @@ def test_a_kernel_without_a_call_of_its_own_asks_for_it_and_exits_with_1(tmp_pat
     assert not is_without_call(write_repro(str(tmp_path), TopLeft(), Case(mask=Causal(3, 3), head_dim=8), FAILED, CPU, {}))
 
 
+def test_a_kernel_with_a_bind_of_its_own_inherits_no_call() -> None:
+    class Other(Masked):
+        def bind(self, case: Case, inputs: Inputs) -> AutogradCall:
+            raise NotImplementedError
+
+    assert "silent was not called" in source(Silent(), Case(mask=Causal(3, 3), head_dim=8))
+    assert "masked was not called" in source(Other(), Case(mask=Causal(3, 3), head_dim=8))
+
+
 @pytest.mark.parametrize("scale", [0.37, -0.37])
 @pytest.mark.parametrize(("values", "logit"), [(Values.LOW, -120), (Values.HIGH, 100), (Values.SENTINEL, -60000)])
 def test_scores_lie_near_the_logit_whatever_the_sign_of_the_scale(values: Values, logit: float, scale: float) -> None:
