@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_longca.report.compare import compare
+from pytest_longca.report.compare import NOISE_PER_LIMIT, Times, compare, spread
 from pytest_longca.report.gate import render_comparison
 from pytest_longca.report.record import Record
 from pytest_longca.report.series import by_key
@@ -38,14 +38,30 @@ def gate(
         comparison = compare(read_records(path), records, limits, anchor, allow, forbid)
         return Gate(render_comparison(comparison), comparison.exit_code, comparison)
     write_records(path, records)
-    return Gate(f"first run: no baseline at {path} yet, so these {len(records)} records are it now{_weakness(records, limits)}", 0)
+    return Gate(f"first run: no baseline at {path} yet, so these {len(records)} records are it now{_weakness(records, limits, anchor)}", 0)
 
 
-def _weakness(records: Sequence[Record], limits: Limits) -> str:
+def _weakness(records: Sequence[Record], limits: Limits, anchor: str | None) -> str:
     """What keeps the new baseline from gating times, or nothing."""
+    return _too_few(records, limits) or _too_noisy(records, limits, anchor)
+
+
+def _too_few(records: Sequence[Record], limits: Limits) -> str:
     timed = [series for series in by_key(records).values() if series.is_timed]
     weak = [series for series in timed if len(series.medians_ms(limits.samples)) < limits.processes]
     if not weak:
         return ""
     needs = f"{limits.processes} processes of at least {limits.samples} samples"
     return f"; but {len(weak)} of {len(timed)} timed cases have fewer than {needs}, so their times cannot be gated"
+
+
+def _too_noisy(records: Sequence[Record], limits: Limits, anchor: str | None) -> str:
+    if limits.slower is None:
+        return ""
+    found, times = by_key(records), Times(limits, anchor)
+    spreads = [spread([times.values(key, found)]) for key, series in found.items() if series.is_timed and key.kernel != anchor]
+    noisy = [noise for noise in spreads if NOISE_PER_LIMIT * noise > limits.slower]
+    if not noisy:
+        return ""
+    differ = f"their processes differ by up to {max(noisy):.1%}, and {NOISE_PER_LIMIT} times that is the least limit that can be held"
+    return f"; but at {limits.slower:.0%} this baseline cannot gate {len(noisy)} of {len(spreads)} cases: {differ}"

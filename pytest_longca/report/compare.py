@@ -16,6 +16,9 @@ from pytest_longca.report.record import Record
 from pytest_longca.report.series import Key, Series, by_key, device_and_driver
 from pytest_longca.report.verdict import ALLOWED, Comparison, Finding, Limits, Row, Verdict
 
+NOISE_PER_LIMIT = 8
+"""How many spreads between processes the limit must be: the cut lies at half of it, and must be four spreads away."""
+
 SKIPPED = frozenset({"unsupported", "not_installed", "not_verified"})
 
 
@@ -36,9 +39,9 @@ def compare(
     old_series, new_series = by_key(baseline), by_key(new)
     if not old_series.keys() & new_series.keys():
         raise InvalidArgument("the baseline and the new records have no case in common: same kernels, masks, shapes and seed are needed")
-    times = _Times(limits, anchor)
+    times = Times(limits, anchor)
     rows = [Row(key, _judge(key, old_series, new_series, limits, times)) for key in sorted(old_series.keys() | new_series.keys())]
-    return Comparison(tuple(rows), run, (ALLOWED | allow) - forbid)
+    return Comparison(tuple(rows), run, (ALLOWED | allow) - forbid, granted=allow - forbid)
 
 
 def _same_machine(baseline: Sequence[Record], new: Sequence[Record]) -> tuple[Finding, ...]:
@@ -54,7 +57,7 @@ def _same_machine(baseline: Sequence[Record], new: Sequence[Record]) -> tuple[Fi
 SeriesByKey = Mapping[Key, Series]
 
 
-def _judge(key: Key, old: SeriesByKey, new: SeriesByKey, limits: Limits, times: "_Times") -> tuple[Finding, ...]:
+def _judge(key: Key, old: SeriesByKey, new: SeriesByKey, limits: Limits, times: "Times") -> tuple[Finding, ...]:
     if key not in new:
         return (Finding(Verdict.MISSING, "outcome", "in the baseline, and not in the new records"),)
     if key not in old:
@@ -84,7 +87,7 @@ def judge_outcome(old: Series, new: Series) -> Finding:
     return Finding(Verdict.OK, "outcome", f"as before: {now}")
 
 
-def _quantities(key: Key, old: SeriesByKey, new: SeriesByKey, limits: Limits, times: "_Times") -> list[Finding | None]:
+def _quantities(key: Key, old: SeriesByKey, new: SeriesByKey, limits: Limits, times: "Times") -> list[Finding | None]:
     was, now = old[key], new[key]
     return [
         times.judge(key, old, new),
@@ -109,13 +112,15 @@ def judge_quantity(
     least = min(medians)  # a change counts only as far as every look shows it
     change = relative_change(before, least)
     noise = spread([old, [value for look in looks for value in look]])
-    is_noisy = noise > limit / 8
-    cut = max(limit, 8 * noise) if is_noisy else limit / 2
+    least_limit = NOISE_PER_LIMIT * noise
+    is_noisy = least_limit > limit
+    cut = least_limit if is_noisy else limit / 2
     figures = (before, statistics.median(value for look in looks for value in look), change)
     if change > cut and least - before > floor:
         return Finding(worse, name, f"{change:+.1%} where {limit:.0%} must be caught", *figures)
     if is_noisy:
-        return Finding(Verdict.TOO_NOISY, name, f"processes differ by {noise:.2%}, more than {limit / 8:.2%}: too noisy to gate", *figures)
+        held = f"this machine can hold {math.ceil(100 * least_limit)}%, not {limit:.0%}"
+        return Finding(Verdict.TOO_NOISY, name, f"{change:+.1%}, noise {noise:.1%}: {held}", *figures)
     return Finding(Verdict.OK, name, f"{change:+.1%}", *figures)
 
 
@@ -142,7 +147,7 @@ def spread(groups: Sequence[Sequence[float]]) -> float:
     return math.sqrt(squares / degrees)
 
 
-class _Times:
+class Times:
     """The judge of times: absolute, or relative to an anchor kernel."""
 
     def __init__(self, limits: Limits, anchor: str | None) -> None:
@@ -157,7 +162,7 @@ class _Times:
             return Finding(Verdict.NOT_COMPARABLE, "time", "timed in the baseline, and not now")
         if old[key].is_throttled or new[key].is_throttled:
             return Finding(Verdict.THROTTLED, "time", "the GPU throttled while this was timed: measure again")
-        was, now = self._values(key, old), self._values(key, new)
+        was, now = self.values(key, old), self.values(key, new)
         if gap := self._gap(was, now):
             return Finding(Verdict.NOT_COMPARABLE, "time", gap)
         finding = judge_quantity("time", Verdict.SLOWER, was, two_looks(now), limit, self._floor(key, old))
@@ -177,7 +182,8 @@ class _Times:
     def _beside(self) -> str:
         return f" beside the anchor {self.anchor}" if self.anchor else ""
 
-    def _values(self, key: Key, series: SeriesByKey) -> list[float]:
+    def values(self, key: Key, series: SeriesByKey) -> list[float]:
+        """One value for each process that suffices: its median time in milliseconds, or its ratio to the anchor's."""
         medians = series[key].medians_ms(self.limits.samples)
         if self.anchor is None:
             return list(medians.values())

@@ -3,10 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from pytest_longca.report.verdict import MEANING, REGRESSIONS, Comparison, Finding, Row, Verdict
-
-UNTOLD = frozenset({Verdict.NOT_COMPARABLE, Verdict.THROTTLED, Verdict.TOO_NOISY})
-"""Verdicts that say that a quantity could not be judged: neither worse nor as good."""
+from pytest_longca.report.verdict import MEANING, REGRESSIONS, UNTOLD, Comparison, Finding, Row, Verdict
 
 
 def render_comparison(comparison: Comparison) -> str:
@@ -34,12 +31,16 @@ def conclusion(comparison: Comparison) -> str:
     text = {
         0: "no regression",
         1: f"REGRESSED ({_names(verdict for verdict in failing if verdict in REGRESSIONS)})",
-        2: f"NOT COMPARABLE ({_names(failing)})",
+        2: f"NOT COMPARABLE ({_names(failing)})" if failing else _nothing_gated(comparison),
     }
     partly = [{finding.verdict for finding in row.findings} & UNTOLD for row in comparison.rows]
     why = _names(verdict for verdict in Verdict if any(verdict in found for found in partly))
     in_part = f", {sum(map(bool, partly))} of them not in full ({why})" if why else ""
     return f"{text[comparison.exit_code]}: {len(comparison.rows)} cases compared{in_part}"
+
+
+def _nothing_gated(comparison: Comparison) -> str:
+    return f"NOTHING GATED: 0 of {len(comparison.timings)} timings ({_names(sorted(set(comparison.timings)))})"
 
 
 def _is_told(finding: Finding) -> bool:

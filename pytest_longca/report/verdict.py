@@ -38,12 +38,14 @@ MEANING: dict[Verdict, str] = {
     Verdict.NOT_COMPARABLE: "too few processes or samples to say anything",
     Verdict.THROTTLED: "the GPU held itself back while it was timed",
     Verdict.ADDED: "is not in the baseline, so nothing guards it",
-    Verdict.TOO_NOISY: "its processes differ too much to gate it",
+    Verdict.TOO_NOISY: "a limit can be held from 8 times the spread between processes on: its half, the cut, is 4 spreads away then",
     Verdict.OK: "no worse than the baseline",
 }
 
 REGRESSIONS = frozenset(list(Verdict)[: list(Verdict).index(Verdict.OTHER_DEVICE)])
 ALLOWED = frozenset({Verdict.OK, Verdict.TOO_NOISY})
+UNTOLD = frozenset({Verdict.NOT_COMPARABLE, Verdict.THROTTLED, Verdict.TOO_NOISY})
+"""Verdicts that say that a quantity could not be judged: neither worse nor as good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +98,26 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The gate's answer: one row a case, what holds for the whole run, and what the policy allows."""
+    """The gate's answer: one row a case, what holds for the whole run, and what the policy allows.
+
+    `granted` are the verdicts that the user allowed by name, beyond those that never fail alone.
+    """
 
     rows: tuple[Row, ...]
     run: tuple[Finding, ...] = ()
     allowed: frozenset[Verdict] = ALLOWED
+    granted: frozenset[Verdict] = frozenset()
+
+    @property
+    def timings(self) -> list[Verdict]:
+        """The verdict on each time that there was to compare."""
+        return [finding.verdict for row in self.rows for finding in row.findings if finding.quantity == "time"]
+
+    @property
+    def gates_nothing(self) -> bool:
+        """Whether no time at all could be judged, which a user must allow by name."""
+        found = set(self.timings)
+        return bool(found) and found <= UNTOLD and not found <= self.granted
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -113,4 +130,4 @@ class Comparison:
         failing = {verdict for verdict in self.verdicts if verdict not in self.allowed}
         if failing & REGRESSIONS:
             return 1
-        return 2 if failing else 0
+        return 2 if failing or self.gates_nothing else 0

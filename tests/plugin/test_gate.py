@@ -39,7 +39,7 @@ def lines(path: str) -> list[dict[str, Any]]:
 def test_the_first_run_times_in_five_processes_and_writes_a_baseline_that_can_gate(timed: Run) -> None:
     result = timed()
     assert result.ret == 0
-    assert "gate: first run: no baseline at baseline.jsonl yet, so these 5 records are it now" in result.outlines
+    result.stdout.fnmatch_lines(["gate: first run: no baseline at baseline.jsonl yet, so these 5 records are it now*"])
     assert len({record["process"] for record in lines("baseline.jsonl")}) == 5
     assert all(len(record["samples_ms"]) >= 30 for record in lines("baseline.jsonl"))
 
@@ -80,7 +80,7 @@ def test_a_run_that_was_cut_short_makes_no_baseline(timed: Run, pytester: pytest
 
 def test_an_anchor_is_timed_in_turns_and_the_gate_takes_the_ratio(timed: Run) -> None:
     write_baseline(0.01, anchor="sdpa", anchor_samples_ms=[1e-5] * 30)
-    result = timed("--longca-anchor=sdpa", "--longca-json=new.jsonl")
+    result = timed("--longca-anchor=sdpa", "--longca-json=new.jsonl", "--longca-allow=too-noisy")
     assert result.ret == 0, "slower than 0.01 ms, and less than the thousand times the anchor's time that it was"
     new: list[Any] = [record["facts"] for record in lines("new.jsonl")]
     assert [fact["anchor"] for fact in new] == ["sdpa"] * 2

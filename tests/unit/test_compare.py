@@ -1,6 +1,7 @@
 """The gate: each verdict, each way in which two files cannot be compared."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ import pytest
 from pytest_longca.errors import InvalidArgument
 from pytest_longca.outcome import Crashed, KnownWrong, OutOfMemory, Passed, TimedOut, Unsupported, Wrong
 from pytest_longca.report.compare import compare, relative_change, spread, two_looks
+from pytest_longca.report.gate import conclusion
 from pytest_longca.report.record import Record
-from pytest_longca.report.verdict import Comparison, Limits, Verdict
+from pytest_longca.report.verdict import MEANING, Comparison, Limits, Verdict
 
 SHAPE = {"batch": 1, "seqlen_q": 8192, "seqlen_kv": 8192, "heads_q": 64, "heads_kv": 8, "head_dim": 128, "head_dim_v": 128, "dtype": "bf16"}
 GIB = 2**30
@@ -96,17 +98,44 @@ def test_a_slowdown_seen_in_one_process_only_cannot_be_told() -> None:
     assert result.exit_code == 2
 
 
-def test_noisy_processes_are_shown_and_do_not_fail() -> None:
-    noisy = [timing(process, ms) for process, ms in enumerate((1.0, 1.05, 0.96, 1.02, 0.98))]
-    result = compare(noisy, run(2, ms=1.05))
-    assert only(result) is Verdict.TOO_NOISY
+def noisy(**changes: Any) -> list[Record]:
+    """A baseline whose processes differ by more than 5 % / 8."""
+    return [timing(process, ms, **changes) for process, ms in enumerate((1.0, 1.05, 0.96, 1.02, 0.98))]
+
+
+def test_a_noisy_timing_beside_one_that_was_gated_is_shown_and_does_not_fail() -> None:
+    result = compare([*noisy(), *run(case="quiet/fwd")], [*run(2, ms=1.05), *run(2, case="quiet/fwd")])
+    assert sorted(row.verdict for row in result.rows) == [Verdict.OK, Verdict.TOO_NOISY]
     assert result.exit_code == 0
-    assert compare(noisy, run(2, ms=1.05), forbid=frozenset({Verdict.TOO_NOISY})).exit_code == 2
+    assert conclusion(result) == "no regression: 2 cases compared, 1 of them not in full (too-noisy)"
+    assert compare(noisy(), run(2, ms=1.05), forbid=frozenset({Verdict.TOO_NOISY})).exit_code == 2
+
+
+def test_a_noisy_timing_tells_its_change_its_noise_and_the_limit_that_could_be_held() -> None:
+    (row,) = compare(noisy(), run(2, ms=1.138), Limits(slower=0.1)).rows
+    noise = spread([[1.0, 1.05, 0.96, 1.02, 0.98], [1.136862, 1.138]])
+    assert row.findings[0].reason == f"+13.7%, noise {noise:.1%}: this machine can hold {math.ceil(800 * noise)}%, not 10%"
+    assert "8 times the spread between processes" in MEANING[Verdict.TOO_NOISY]
+
+
+@pytest.mark.parametrize("examples", [[], [timing(stage="examples", case=None, samples_ms=None)]])
+def test_a_gate_in_which_no_timing_could_be_gated_does_not_pass(examples: list[Record]) -> None:
+    old, new = [*noisy(), *noisy(kernel="fa2"), *examples], [*run(2), *run(2, kernel="fa2"), *examples]
+    result = compare(old, new)
+    assert result.exit_code == 2
+    assert conclusion(result).startswith("NOTHING GATED: 0 of 2 timings (too-noisy)")
+    allowed = compare(old, new, allow=frozenset({Verdict.TOO_NOISY}))
+    assert allowed.exit_code == 0
+    assert conclusion(allowed) == (f"no regression: {2 + len(examples)} cases compared, 2 of them not in full (too-noisy)")
+
+
+def test_a_regression_of_another_quantity_is_one_even_where_no_timing_could_be_gated() -> None:
+    assert compare(noisy(), run(2, peak_bytes=8 * GIB)).exit_code == 1
 
 
 def test_a_change_of_eight_spreads_counts_even_where_it_is_noisy() -> None:
-    noisy = [timing(process, ms) for process, ms in enumerate((1.0, 1.02, 0.99, 1.01, 0.98))]
-    assert only(compare(noisy, run(2, ms=1.5))) is Verdict.SLOWER
+    wide = [timing(process, ms) for process, ms in enumerate((1.0, 1.02, 0.99, 1.01, 0.98))]
+    assert only(compare(wide, run(2, ms=1.5))) is Verdict.SLOWER
 
 
 @pytest.mark.parametrize(

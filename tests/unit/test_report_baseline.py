@@ -1,5 +1,6 @@
 """The gate at the end of a run: the first run makes the baseline, later ones are compared with it and never touch it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from pytest_longca.outcome import Passed
 from pytest_longca.report.baseline import gate
 from pytest_longca.report.record import Record
 from pytest_longca.report.store import read_records
+from pytest_longca.report.verdict import Limits
 
 
 def run(processes: int, ms: float = 1.0, samples: int = 30) -> list[Record]:
@@ -29,6 +31,28 @@ def test_first_run_writes_the_baseline_and_says_so(tmp_path: Path) -> None:
 def test_first_run_says_if_its_baseline_cannot_gate_times(weak: list[Record], tmp_path: Path) -> None:
     text = gate(tmp_path / "baseline.jsonl", weak).text
     assert "1 of 1 timed cases have fewer than 5 processes of at least 30 samples, so their times cannot be gated" in text
+
+
+def test_first_run_says_at_once_if_its_processes_differ_too_much_to_gate(tmp_path: Path) -> None:
+    records = [
+        record
+        for ms, process in zip((1.0, 1.1, 0.9, 1.05, 0.95), run(5), strict=True)
+        for record in [replace(process, samples_ms=[ms] * 30)]
+    ]
+    text = gate(tmp_path / "noisy.jsonl", records, Limits(slower=0.1)).text
+    assert "at 10% this baseline cannot gate 1 of 1 cases: their processes differ by up to 7.9%" in text
+    assert "cannot gate" not in gate(tmp_path / "wide.jsonl", records, Limits(slower=0.8)).text
+    assert "cannot gate" not in gate(tmp_path / "off.jsonl", records, Limits(slower=None)).text
+
+
+def test_first_run_looks_at_the_ratios_where_there_is_an_anchor(tmp_path: Path) -> None:
+    times = (1.0, 1.1, 0.9, 1.05, 0.95)
+    records = [
+        replace(one, samples_ms=[ms] * 30, facts={"anchor": "a", "anchor_samples_ms": [ms] * 30})
+        for ms, one in zip(times, run(5), strict=True)
+    ]
+    assert "cannot gate" not in gate(tmp_path / "ratio.jsonl", records, anchor="a").text
+    assert "cannot gate" in gate(tmp_path / "absolute.jsonl", records).text
 
 
 def test_later_runs_are_compared_and_leave_the_baseline_alone(tmp_path: Path) -> None:
