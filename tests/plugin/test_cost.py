@@ -1,7 +1,6 @@
 """What the plugin costs a session that does not use it. Processor time, so that a busy machine does not decide."""
 
 import resource
-import statistics
 import subprocess
 import sys
 import time
@@ -31,8 +30,10 @@ def test_the_plugin_costs_under_30_ms(tmp_path: Path) -> None:
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     seconds()
-    pairs = [seconds() - seconds("-p", "no:longca") for _ in range(7)]
-    assert statistics.median(pairs) < 0.030, pairs
+    pairs = [(seconds(), seconds("-p", "no:longca")) for _ in range(7)]
+    # In turns, and the least of each: another process on the same cores only ever adds.
+    with_it, without = (min(column) for column in zip(*pairs, strict=True))
+    assert with_it - without < 0.030, pairs
 
 
 def test_collecting_2000_items_takes_under_3_s(pytester: pytest.Pytester) -> None:
