@@ -94,6 +94,14 @@ def _collector(config: pytest.Config) -> Collector:
         pytest.exit(f"error: {error}", returncode=2)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Name a mistake in the options once, before anything is collected or an xdist worker starts, however quiet the run is."""
+    config = session.config
+    if config.stash[OPTIONS_KEY].typed and not hasattr(config, "workerinput"):
+        session_of(config)
+
+
 def _raw(config: pytest.Config, option: Option) -> str | None:
     if option.is_flag:
         return "yes" if config.getoption(option.flag) else None
@@ -161,7 +169,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if wanted:
         from pytest_longca.cells import parametrize
 
-        parametrize(metafunc, wanted, session_of(metafunc.config))
+        try:
+            session = session_of(metafunc.config)
+        except pytest.UsageError as error:  # options of an ini file, which are looked at when a test asks for them
+            raise pytest.Collector.CollectError(str(error)) from None
+        parametrize(metafunc, wanted, session)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

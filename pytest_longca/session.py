@@ -134,7 +134,10 @@ class Session:
         """The user's own document lengths; None for the built-in histograms. Raises InvalidArgument if the file is not right."""
         from pytest_longca.sampling import read_lengths
 
-        return read_lengths(self.options.lengths) if self.options.lengths else None
+        try:
+            return read_lengths(self.options.lengths) if self.options.lengths else None
+        except InvalidArgument as error:
+            raise InvalidArgument(f"--longca-lengths: {error}") from None
 
     @functools.cached_property
     def replayed(self) -> "Case | None":

@@ -82,3 +82,31 @@ def test_bad_options_are_usage_errors_before_anything_runs(run: Run, args: tuple
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     output = "\n".join(result.errlines + result.outlines)
     pytest.LineMatcher(output.splitlines()).fnmatch_lines([says])
+
+
+TYPOS = {
+    "kernels": ("rihgt", "unknown kernel 'rihgt'"),
+    "masks": ("", "names nothing"),
+    "case": ("causal(seqlen_q=)/b1", "--longca-case"),
+    "anchor": ("sdpaa", "did you mean 'sdpa'"),
+    "lengths": ("/nonexistent", "/nonexistent"),
+    "mechanisms": ("ulyses", "did you mean 'ulysses'"),
+}
+
+
+@pytest.mark.parametrize(("option", "args"), [*((option, "-q") for option in TYPOS), ("kernels", "-n2"), ("kernels", "-q -n2")])
+def test_a_typo_is_a_usage_error_and_no_traceback_however_quiet_the_run(run: Run, option: str, args: str) -> None:
+    typed, says = TYPOS[option]
+    result = run(*args.split(), f"--longca-{option}={typed}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert result.errlines[0].startswith(f"ERROR: --longca-{option}: ") and says in result.errlines[0]
+    assert not [line for line in result.outlines if "test" in line or "Error" in line]
+
+
+def test_a_typo_in_an_ini_file_is_told_without_a_traceback_to_the_test_that_asks(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nlongca_kernels = nave\n")
+    pytester.makepyfile("def test_mine(longca_kernel): pass")
+    result = run("-q")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(["--longca-kernels: unknown kernel 'nave': did you mean 'naive'?*"])
+    result.stdout.no_fnmatch_line("*pluggy*")
