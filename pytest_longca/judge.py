@@ -10,7 +10,7 @@ from torch import Tensor
 from pytest_longca.case import Case
 from pytest_longca.inputs import BATCH, COLUMNS, HEADS, TORCH_DTYPES, Inputs, shapes, shares_memory
 from pytest_longca.limits import SCORE_UNIT, TILE, TILE_ROWS, Bound, along_limit, blocks_in_dtype, deviations, rounding_of, row_limit
-from pytest_longca.reference import Reference
+from pytest_longca.reference import Reference, compute
 from pytest_longca.signatures import Evidence, causes, causes_across
 
 OPERAND_OF = {"out": "do", "dq": "q", "dk": "k", "dv": "v"}
@@ -92,7 +92,20 @@ def judge(case: Case, inputs: Inputs, reference: Reference, result: Result, numb
         verdicts.append(verdict)
         if found:
             evidence[name] = found
-    return [_with_causes(verdict, evidence, verdicts) for verdict in verdicts]
+    told = [_with_causes(verdict, evidence, verdicts) for verdict in verdicts]
+    return _with_scale(told, case, inputs, result) if numbering is None else told
+
+
+def _with_scale(verdicts: list[Verdict], case: Case, inputs: Inputs, result: Result) -> list[Verdict]:
+    """The verdicts, of which the first wrong one that the usual scale makes right says so."""
+    usual = replace(case, scale=0.0)
+    wrong = [verdict.tensor for verdict in verdicts if not verdict.ok]
+    if usual.scale == case.scale or not wrong:
+        return verdicts
+    right = {verdict.tensor for verdict in judge(usual, inputs, compute(usual, inputs), result) if verdict.ok}
+    explained = next((tensor for tensor in wrong if tensor in right), None)
+    text = f"looks like scale 1/sqrt(head_dim), not {case.scale:.4g}"
+    return [replace(verdict, message=f"{verdict.message}; {text}") if verdict.tensor == explained else verdict for verdict in verdicts]
 
 
 def _with_causes(verdict: Verdict, evidence: dict[str, Evidence], verdicts: list[Verdict]) -> Verdict:

@@ -219,6 +219,17 @@ def test_gradients_not_summed_over_the_group_are_named(bench: Bench) -> None:
     assert "not summed over the query group" in verdicts["dv"].message
 
 
+def test_an_ignored_scale_is_named_once_and_only_where_it_explains_the_tensor() -> None:
+    case = Case(mask=Causal(20, 20), head_dim=64, scale=0.61)
+    bench = Bench(case)
+    text = "looks like scale 1/sqrt(head_dim), not 0.61"
+    ignored = run(Naive(), dataclasses.replace(case, scale=0.0), bench.inputs)
+    verdicts = bench.spoiled(out=lambda x: ignored.out, lse=lambda x: ignored.lse)
+    assert names_of_wrong(verdicts) == ["out", "lse"]
+    assert [name for name, verdict in verdicts.items() if text in verdict.message] == ["out"]
+    assert "looks like scale" not in bench.spoiled(out=lambda x: x * 2)["out"].message
+
+
 def test_a_top_left_diagonal_is_named() -> None:
     case = Case(mask=Causal(60, 90), head_dim=32)
     bench = Bench(case)
