@@ -14,6 +14,7 @@ from pytest_longca.options import count, heads, limit, verdicts
 from pytest_longca.report.gate import render_comparison
 from pytest_longca.report.output import write_reports
 from pytest_longca.report.record import Record
+from pytest_longca.report.repeat import options_to_repeat
 from pytest_longca.report.store import read_records
 from pytest_longca.report.verdict import Comparison, Limits, Verdict
 
@@ -106,7 +107,7 @@ def _compare(options: argparse.Namespace) -> int:
     new = read_records(options.new)
     comparison = _gate(read_records(options.old), new, options)
     write_reports(new, comparison, options.html, options.md)
-    print(render_comparison(comparison))
+    print(*options_to_repeat(new, vars(options)), render_comparison(comparison), sep="\n")
     return comparison.exit_code
 
 

@@ -38,7 +38,10 @@ def gate(
         comparison = compare(read_records(path), records, limits, anchor, allow, forbid)
         return Gate(render_comparison(comparison), comparison.exit_code, comparison)
     write_records(path, records)
-    return Gate(f"first run: no baseline at {path} yet, so these {len(records)} records are it now{_weakness(records, limits, anchor)}", 0)
+    beside = f"; times are gated as ratios to {anchor} in the same run" if anchor else ""
+    return Gate(
+        f"first run: no baseline at {path} yet, so these {len(records)} records are it now{beside}{_weakness(records, limits, anchor)}", 0
+    )
 
 
 def _weakness(records: Sequence[Record], limits: Limits, anchor: str | None) -> str:

@@ -41,7 +41,7 @@ def compare(
         raise InvalidArgument("the baseline and the new records have no case in common: same kernels, masks, shapes and seed are needed")
     times = Times(limits, anchor)
     rows = [Row(key, _judge(key, old_series, new_series, limits, times)) for key in sorted(old_series.keys() | new_series.keys())]
-    return Comparison(tuple(rows), run, (ALLOWED | allow) - forbid, granted=allow - forbid)
+    return Comparison(tuple(rows), run, (ALLOWED | allow) - forbid, granted=allow - forbid, limits=limits, anchor=anchor)
 
 
 def _same_machine(baseline: Sequence[Record], new: Sequence[Record]) -> tuple[Finding, ...]:

@@ -10,7 +10,20 @@ def render_comparison(comparison: Comparison) -> str:
     """The comparison for a terminal: one line for each finding that is not fine, then the counts and the conclusion."""
     lines = [_line("run", finding, comparison) for finding in comparison.run]
     lines += [_line(str(row.key), finding, comparison) for row in by_gravity(comparison) for finding in row.findings if _is_told(finding)]
-    return "\n".join([*lines, *count_lines(comparison), conclusion(comparison)])
+    return "\n".join([*lines, *count_lines(comparison), basis(comparison), conclusion(comparison)])
+
+
+def basis(comparison: Comparison) -> str:
+    """What the answer rests on: the limits, and what a change of time is a change of."""
+    limits = comparison.limits
+    named = {"slower": limits.slower, "memory": limits.memory, "error": limits.error}
+    text = ", ".join(f"{name} {'off' if limit is None else f'{100 * limit:g}%'}" for name, limit in named.items())
+    times = (
+        f"changes of time are of ratios to {comparison.anchor} in the same run"
+        if comparison.anchor
+        else "times are absolute, without an anchor"
+    )
+    return f"limits: {text}; {times}"
 
 
 def by_gravity(comparison: Comparison) -> list[Row]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from pytest_longca.report.appendix import Appendix
 from pytest_longca.report.figures import fastest, fraction_of_peak, median_ms, tflop_per_s
-from pytest_longca.report.gate import by_gravity, conclusion
+from pytest_longca.report.gate import basis, by_gravity, conclusion
 from pytest_longca.report.matrix import MARKS, Matrix, column, matrix
 from pytest_longca.report.record import Record
 from pytest_longca.report.verdict import Comparison, Verdict
@@ -88,4 +88,4 @@ def _gate(comparison: Comparison) -> str:
     ]
     run = [[finding.verdict.value, finding.quantity, "the whole run", escape(finding.reason)] for finding in comparison.run]
     findings = table(["verdict", "quantity", "case", "why"], [*run, *rows]) if run or rows else ""
-    return f"## Gate: {escape(conclusion(comparison))}\n\n{findings}".rstrip()
+    return f"## Gate: {escape(conclusion(comparison))}\n\n{escape(basis(comparison))}\n\n{findings}".rstrip()

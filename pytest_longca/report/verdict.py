@@ -2,7 +2,7 @@
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pytest_longca.errors import InvalidArgument
 from pytest_longca.report.series import Key
@@ -100,13 +100,15 @@ class Row:
 class Comparison:
     """The gate's answer: one row a case, what holds for the whole run, and what the policy allows.
 
-    `granted` are the verdicts that the user allowed by name, beyond those that never fail alone.
+    `granted` are the verdicts that the user allowed by name, beyond those that never fail alone. With an `anchor`, times are ratios.
     """
 
     rows: tuple[Row, ...]
     run: tuple[Finding, ...] = ()
     allowed: frozenset[Verdict] = ALLOWED
     granted: frozenset[Verdict] = frozenset()
+    limits: Limits = field(default_factory=Limits)
+    anchor: str | None = None
 
     @property
     def timings(self) -> list[Verdict]:

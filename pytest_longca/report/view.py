@@ -17,7 +17,7 @@ from pytest_longca.report.figures import (
     worst_error,
 )
 from pytest_longca.report.gallery import Picture
-from pytest_longca.report.gate import by_gravity, conclusion
+from pytest_longca.report.gate import basis, by_gravity, conclusion
 from pytest_longca.report.matrix import MARKS, column, matrix
 from pytest_longca.report.record import Record
 from pytest_longca.report.verdict import Comparison, Row, Verdict
@@ -116,6 +116,7 @@ def _gate(comparison: Comparison | None) -> dict[str, Any] | None:
         return None
     return {
         "conclusion": conclusion(comparison),
+        "basis": basis(comparison),
         "exit_code": comparison.exit_code,
         "rows": [[finding.verdict.value, "the whole run", finding.reason, None, None, None] for finding in comparison.run]
         + [_gate_row(row) for row in by_gravity(comparison)],

@@ -51,7 +51,9 @@ def test_first_run_looks_at_the_ratios_where_there_is_an_anchor(tmp_path: Path) 
         replace(one, samples_ms=[ms] * 30, facts={"anchor": "a", "anchor_samples_ms": [ms] * 30})
         for ms, one in zip(times, run(5), strict=True)
     ]
-    assert "cannot gate" not in gate(tmp_path / "ratio.jsonl", records, anchor="a").text
+    text = gate(tmp_path / "ratio.jsonl", records, anchor="a").text
+    assert "times are gated as ratios to a in the same run" in text
+    assert "cannot gate" not in text
     assert "cannot gate" in gate(tmp_path / "absolute.jsonl", records).text
 
 

@@ -97,6 +97,21 @@ def test_compare_takes_limits_and_policy(baseline: str, tmp_path: Path) -> None:
     assert main(["compare", baseline, slower, "--allow", "slower,added"]) == 0
 
 
+def test_compare_names_its_limits_and_the_options_that_the_run_itself_had(
+    baseline: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "pytest '--longca-fail-slower=10%' --longca-anchor sdpa --longca-fail-memory=5%"
+    slower = write(tmp_path / "new.jsonl", [timing("flex", 4096, 380.0, process, command=command) for process in range(2)])
+    assert main(["compare", baseline, slower]) == 1
+    out = capsys.readouterr().out
+    assert "limits: slower 5%, memory 5%, error 25%; times are absolute, without an anchor" in out
+    assert "the run itself was gated with other options; to repeat them: --fail-slower 10% --anchor sdpa\n" in out
+    assert main(["compare", baseline, slower, "--fail-slower", "10%", "--anchor", "sdpa"]) == 2
+    out = capsys.readouterr().out
+    assert "limits: slower 10%, memory 5%, error 25%; changes of time are of ratios to sdpa in the same run" in out
+    assert "to repeat" not in out
+
+
 def test_compare_writes_the_page_and_the_summary(baseline: str, tmp_path: Path) -> None:
     page, summary = tmp_path / "page.html", tmp_path / "page.md"
     assert main(["compare", baseline, new(tmp_path, 300.0), "--html", str(page), "--md", str(summary)]) == 1

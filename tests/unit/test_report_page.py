@@ -112,6 +112,7 @@ def test_page_shows_the_comparison_with_its_changes() -> None:
     new = [timing(ms=3.0, process=f"q{number}") for number in range(2)]
     gate = embedded(html_report(new, compare(old, new)))["gate"]
     assert gate["exit_code"] == 1
+    assert "times are absolute" in gate["basis"]
     assert gate["rows"][0][0] == "slower"
     assert gate["rows"][0][3] == 0.5
 
@@ -151,6 +152,8 @@ def test_markdown_shows_the_gate_first() -> None:
     old, new = [timing(process=f"p{number}") for number in range(5)], [timing(ms=3.0, process=f"q{number}") for number in range(2)]
     text = markdown(new, compare(old, new))
     assert text.index("## Gate: REGRESSED (slower): 1 cases compared") < text.index("| mask |")
+    assert "\n\nlimits: slower 5%, memory 5%, error 25%; times are absolute, without an anchor\n\n|" in text
+    assert "ratios to an\\_anchor in the same run" in markdown(new, compare(old, new, anchor="an_anchor"))
     assert re.search(r"\| slower \| time \| `flex causal.*` \| \+50.0% where 5% must be caught \|", text)
 
 

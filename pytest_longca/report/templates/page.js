@@ -312,6 +312,7 @@ function drawGate() {
   if (!DATA.gate) return;
   $("gate").hidden = false;
   $("verdict").textContent = DATA.gate.conclusion;
+  $("basis").textContent = DATA.gate.basis;
   $("verdict").className = DATA.gate.exit_code ? "fails" : "";
   const find = $("find").value.trim().toLowerCase();
   GATE.show(DATA.gate.rows.filter(row => row.slice(0, 3).some(text => text.toLowerCase().includes(find))
