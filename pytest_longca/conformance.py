@@ -109,7 +109,19 @@ def run_case(item: pytest.Item, session: "Session", kernel: str, case: "Case") -
     findings = Findings()
     verification = session.verify(kernel, case, select_checks(session.options.checks))
     findings.add(case, verification)
-    finish(item, session, "case", kernel, case, verification, findings)
+    finish(item, session, "case", kernel, *accused(session, kernel, case, verification), findings)
+
+
+def accused(session: "Session", kernel: str, case: "Case", verification: "Verification") -> "tuple[Case, Verification]":
+    """The case that is wrong: a neighbour that was wrong beside the judged one, if the truth is against it in a new process too."""
+    from pytest_longca.ids import parse_case
+
+    neighbour = verification.findings[0].neighbour if verification.findings else None
+    if neighbour is None:
+        return case, verification
+    other = parse_case(neighbour, session.catalogue.masks())
+    alone = session.verify_anew(kernel, other, ("truth",))
+    return (other, alone) if isinstance(alone.outcome, Wrong) else (case, verification)
 
 
 def finish_cell(item: pytest.Item, session: "Session", stage: str, kernel: str, mask: str, findings: Findings) -> None:

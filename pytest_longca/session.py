@@ -228,6 +228,11 @@ class Session:
         except DidNotRun as stopped:
             return Verification(outcome=stopped.outcome)
 
+    def verify_anew(self, kernel: str, case: "Case", checks: Iterable[str]) -> "Verification":
+        """As `verify`, in a worker that ran nothing before: what earlier cases left behind is gone. (In-process there is no other.)"""
+        self.executor(kernel).close()
+        return self.verify(kernel, case, checks)
+
     def verified_outcome(self, kernel: str, case: "Case") -> Outcome:
         """What the truth says of a kernel on a case, asked once a session: for an anchor, which many cases are timed beside."""
         key = (kernel, case.id)

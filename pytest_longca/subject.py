@@ -30,13 +30,18 @@ LISTED_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that a check found wrong: in which tensor, where, how much over the limit (None for an exact check), in words."""
+    """One thing that a check found wrong: in which tensor, where, how much over the limit (None for an exact check), in words.
+
+    `neighbour` is the id of the case that it is about where that is another than the judged one, and is wrong when it runs alone, too.
+    In a process that ran others before, alone does not say whose fault it is: `conformance.accused` asks a new one.
+    """
 
     check: str
     tensor: str
     message: str
     place: dict[str, Any] | None = None
     error_over_limit: float | None = None
+    neighbour: str | None = None
 
     def __str__(self) -> str:
         return f"{self.check}: {self.tensor}: {self.message}"

@@ -11,6 +11,7 @@ KERNELS = '''
 
 import ctypes
 import time
+from dataclasses import replace
 
 import torch
 
@@ -65,6 +66,22 @@ class ReturnsNone(Naive):
         return AutogradCall(lambda q, k, v: None, inputs, case.direction.needs_backward)
 
 
+class UsualScale(Naive):
+    name = "usual_scale"
+
+    def bind(self, case, inputs):
+        return super().bind(replace(case, scale=case.head_dim**-0.5), inputs)
+
+
+class KeptScale(Naive):
+    name = "kept_scale"
+    first = None
+
+    def bind(self, case, inputs):
+        KeptScale.first = KeptScale.first or case.scale
+        return super().bind(replace(case, scale=KeptScale.first), inputs)
+
+
 class Refusing(Naive):
     name, longest = "refusing", -1
 
@@ -83,7 +100,7 @@ class PickyWrong(Picky, WrongDk):
 
 
 def pytest_longca_kernels():
-    return [WrongDk(), Crashing(), Hanging(), ReturnsNone(), Refusing(), Picky(), PickyWrong()]
+    return [WrongDk(), Crashing(), Hanging(), ReturnsNone(), UsualScale(), KeptScale(), Refusing(), Picky(), PickyWrong()]
 '''
 
 Run = Callable[..., pytest.RunResult]
