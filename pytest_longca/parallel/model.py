@@ -123,7 +123,7 @@ def compute_table(records: Sequence[Record]) -> Computed:
     """(mechanism, mask, world, tokens, direction) to the median compute time of the slowest simulated rank; the last record wins."""
     table: Computed = {}
     for record in records:
-        if record.stage == "parallel" and record.samples_ms and record.facts.get("communication") == "off":
+        if record.stage == "parallel" and record.samples_ms and is_quiet(record):
             key = record.mechanism or "", record.mask, record.world_size, int(record.facts["tokens"]), record.direction or ""
             table[key] = statistics.median(record.samples_ms)
     return table
@@ -220,7 +220,7 @@ def fitted(records: Sequence[Record], assumed: Network) -> Network:
     rings = [record for record in _compared(records) if _is_ring(record)]
     longest = max((record.facts["tokens"] for record in rings), default=0)
     losses = [
-        (statistics.median(record.samples_ms or ()) - _predicted(record, network)) / _compute_ms(record)
+        (statistics.median(record.samples_ms or ()) - predicted_ms(record, network)) / compute_ms(record)
         for record in rings
         if record.facts["tokens"] == longest
     ]
@@ -244,7 +244,7 @@ def check_rows(records: Sequence[Record], network: Network) -> list[str]:
 
 def model_error(record: Record, network: Network) -> float:
     """How far the prediction of a measured step is from it, as a fraction."""
-    return _predicted(record, network) / statistics.median(record.samples_ms or ()) - 1
+    return predicted_ms(record, network) / statistics.median(record.samples_ms or ()) - 1
 
 
 def _compared(records: Sequence[Record]) -> list[Record]:
@@ -256,15 +256,21 @@ def is_compared(record: Record) -> bool:
     return bool(record.samples_ms) and f"exposed_{record.direction}_ms" in record.facts
 
 
-def _compute_ms(record: Record) -> float:
-    """The step with communication off."""
-    return statistics.median(record.samples_ms or ()) - float(record.facts[f"exposed_{record.direction}_ms"])
+def compute_ms(record: Record) -> float:
+    """The step with communication off, as a simulated rank's always is."""
+    return statistics.median(record.samples_ms or ()) - (0.0 if is_quiet(record) else record.facts[f"exposed_{record.direction}_ms"])
 
 
-def _predicted(record: Record, network: Network) -> float:
+def is_quiet(record: Record) -> bool:
+    """Whether the step ran with communication off, as one rank of a world that was not there."""
+    return record.facts.get("communication") == "off"
+
+
+def predicted_ms(record: Record, network: Network) -> float:
+    """The step's time by the model, from its compute time: the record must be one that `is_compared` or `is_quiet`."""
     facts = record.facts
     sharing = Sharing(record.mechanism or "", record.world_size, Mesh.parse(facts["mesh"]), facts["layout"], facts["groups"])
-    return predict_ms(parse_case(record.case or ""), sharing, record.direction or "", _compute_ms(record), network)
+    return predict_ms(parse_case(record.case or ""), sharing, record.direction or "", compute_ms(record), network)
 
 
 def _link(text: str) -> Link:

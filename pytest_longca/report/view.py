@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 from pytest_longca.drawing import svg_of_facts
@@ -61,7 +61,18 @@ def view(records: Sequence[Record], comparison: Comparison | None = None, pictur
         "marks": {kind: asdict(mark) for kind, mark in MARKS.items()},
         "pictures": [asdict(picture) for picture in pictures],
         "gate": _gate(comparison),
+        "scaling": _scaling(records),
     }
+
+
+def _scaling(records: Sequence[Record]) -> dict[str, Any] | None:
+    """The points of throughput against the number of GPUs, and how far the model is from what was measured."""
+    if not any(record.stage == "parallel" for record in records):
+        return None  # and nothing imports torch for it
+    from pytest_longca.parallel.scaling import ALONE, errors, points
+
+    rows = [[*astuple(point)[:-1], _short(point.tflop_per_s)] for point in points(records)]
+    return {"points": rows, "alone": ALONE, "errors": errors(records)} if rows else None
 
 
 def _row(record: Record, strings: Strings, is_trusted: bool) -> list[Any]:

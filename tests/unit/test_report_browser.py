@@ -12,6 +12,7 @@ from pytest_longca.catalogue import KERNELS, MASKS
 from pytest_longca.outcome import Passed, Unsupported, Wrong
 from pytest_longca.report.html import html_report
 from pytest_longca.report.record import Record
+from tests.unit.test_parallel_scaling import scaling_records
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = "<img src=x onerror=document.title='taken'></script><script>document.title='taken'</script>"
@@ -84,9 +85,9 @@ def dumped(page: str, folder: Path, size: str = "1280,900") -> str:
     return done.stdout
 
 
-def probed(page: str) -> str:
+def probed(page: str, probe: str = PROBE) -> str:
     watch = "<script>window.pageErrors = []; addEventListener('error', event => pageErrors.push(event.message));</script>"
-    return page.replace("<body>", "<body>" + watch).replace("</body>", PROBE + "</body>")
+    return page.replace("<body>", "<body>" + watch).replace("</body>", probe + "</body>")
 
 
 @pytest.mark.parametrize("size", ["1280,900", "500,900"], ids=["desk", "phone"])
@@ -106,6 +107,46 @@ def test_page_draws_filters_and_sorts_and_treats_names_as_data(size: str, tmp_pa
     assert "slow and off <img" in said["detail"]
     assert said["drawn"] == 2, "the visible tiles and the wrong row"
     assert said["width"] <= 0, "nothing but the tables scrolls sideways"
+
+
+SCALING_PROBE = """
+<script>
+const section = document.getElementById("scaling"), count = selector => section.querySelectorAll(".charts " + selector).length;
+const said = { errors: window.pageErrors, hidden: section.hidden, charts: count("svg[role=img]"), titles: [] };
+said.open = count("path.open");
+said.assumed = count("path.assumed");
+said.titles = [...section.querySelectorAll(".charts path title")].map(title => title.textContent);
+said.keys = section.querySelector(".kinds").textContent;
+said.notes = section.querySelector(".errors").textContent;
+said.lengths = document.getElementById("lengths").hidden;
+said.inside = [...section.querySelectorAll(".charts svg")].every(svg => [...svg.querySelectorAll("path")].every(path => {
+  const box = path.getBBox(), view = svg.viewBox.baseVal;
+  return box.x >= 0 && box.y >= 0 && box.x + box.width <= view.width && box.y + box.height <= view.height;
+}));
+said.width = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+const output = document.createElement("output");
+output.id = "said";
+output.textContent = JSON.stringify(said);
+document.body.append(output);
+</script>
+"""
+
+
+@pytest.mark.parametrize("size", ["1280,900", "500,900"], ids=["desk", "phone"])
+def test_speed_against_gpus_is_drawn_with_measured_predicted_and_simulated_apart(size: str, tmp_path: Path) -> None:
+    found = re.search(
+        r'<output id="said">(.*?)</output>', dumped(probed(html_report(scaling_records()), SCALING_PROBE), tmp_path, size), re.DOTALL
+    )
+    assert found
+    said = json.loads(found[1])
+    assert (said["errors"], said["hidden"], said["charts"], said["inside"]) == ([], False, 2, True)
+    assert said["titles"].count("ulysses, 2 GPUs: 300 TFLOP/s per GPU, measured") == 2, "one in each pass"
+    assert sum("8 GPUs" in title and "simulated: one rank computes, communication is off" in title for title in said["titles"]) == 4
+    assert said["open"] == 6 and said["assumed"] == 2, "two, four and eight GPUs in each pass, of which four were not run"
+    assert "measured" in said["keys"] and "simulated" in said["keys"]
+    assert said["notes"].startswith("2 GPUs: the model is at most ")
+    assert said["lengths"], "no length belongs to these records"
+    assert said["width"] <= 0
 
 
 def test_five_thousand_records_open_in_less_than_a_second(tmp_path: Path) -> None:

@@ -178,8 +178,9 @@ function showDetail(kernel, mask) {
 
 // Charts ------------------------------------------------------------------------------------------------------------------
 
-function marker(kernel, x, y, size = 4) {
-  const i = DATA.kernels.indexOf(kernel), colour = COLOURS[i % COLOURS.length];
+const colourOf = i => COLOURS[i % COLOURS.length];
+
+function shape(i, x, y, size) {
   const shapes = [
     `M${x - size} ${y}a${size} ${size} 0 1 0 ${2 * size} 0a${size} ${size} 0 1 0 ${-2 * size} 0`,
     `M${x - size} ${y - size}h${2 * size}v${2 * size}h${-2 * size}z`,
@@ -187,12 +188,17 @@ function marker(kernel, x, y, size = 4) {
     `M${x} ${y - size * 1.3}l${size * 1.3} ${size * 1.3}l${-size * 1.3} ${size * 1.3}l${-size * 1.3} ${-size * 1.3}z`,
     `M${x} ${y + size * 1.2}l${size * 1.1} ${-size * 2}h${-size * 2.2}z`,
   ];
-  return make("path", { d: shapes[i % shapes.length], fill: colour });
+  return shapes[i % shapes.length];
+}
+
+function marker(kernel, x, y, size = 4) {
+  const i = DATA.kernels.indexOf(kernel);
+  return make("path", { d: shape(i, x, y, size), fill: colourOf(i) });
 }
 
 function stroke(kernel) {
   const i = DATA.kernels.indexOf(kernel);
-  return { stroke: COLOURS[i % COLOURS.length], "stroke-width": 2, fill: "none", ...(i >= COLOURS.length ? { "stroke-dasharray": "6 3" } : {}) };
+  return { stroke: colourOf(i), "stroke-width": 2, fill: "none", ...(i >= COLOURS.length ? { "stroke-dasharray": "6 3" } : {}) };
 }
 
 function keys(parent, kernels) {
@@ -251,6 +257,83 @@ function drawLengths() {
   }
   keys(section.querySelector(".keys"), unique(records.map(r => r.kernel)));
   section.querySelector(".charts").replaceChildren(...(charts.length ? charts : [make("p", { class: "quiet" }, "Nothing was timed on this mask.")]));
+}
+
+// Context parallel --------------------------------------------------------------------------------------------------------
+
+const POINTS = DATA.scaling ? DATA.scaling.points.map(([setting, mask, direction, line, world, kind, rate]) => ({ setting, mask, direction, line, world, kind, rate })) : [];
+const LINES = unique(POINTS.map(p => p.line));
+const KINDS = {
+  measured: "measured",
+  simulated: "simulated: one rank computes, communication is off",
+  predicted: "predicted from a rank's measured compute time",
+  assumed: "predicted from an assumed compute rate",
+};
+const isModel = point => ["predicted", "assumed"].includes(point.kind);
+
+// The kernel alone, the last of the lines, is no mechanism and has no colour.
+const lineColour = line => line === DATA.scaling.alone ? "currentColor" : colourOf(LINES.indexOf(line));
+
+// Measured is filled, a prediction is open and larger, so that both show where they agree; what was simulated is a cross.
+function scalingMark(line, kind, x, y) {
+  const i = LINES.indexOf(line), colour = lineColour(line);
+  if (kind === "simulated") return make("path", { d: `M${x - 4} ${y - 4}l8 8m0 -8l-8 8`, stroke: colour, "stroke-width": 2, fill: "none" });
+  if (kind === "measured") return make("path", { d: shape(i, x, y, 3.5), fill: colour });
+  return make("path", { d: shape(i, x, y, 6), class: `open ${kind}`, stroke: colour });
+}
+
+function scalingKeys(section) {
+  const key = (text, ...marks) => make("span", {}, make("svg", { viewBox: "0 0 22 12" }, ...marks), text);
+  const kinds = unique(POINTS.map(p => p.kind)), through = dashes => make("line", { x1: 0, x2: 22, y1: 6, y2: 6, stroke: "currentColor", "stroke-width": 2, ...dashes });
+  section.querySelector(".kinds").replaceChildren(
+    ...(kinds.includes("measured") ? [key("measured", through({}), make("path", { d: shape(0, 11, 6, 3.5), fill: "currentColor" }))] : []),
+    ...["predicted", "assumed"].filter(kind => kinds.includes(kind)).map(kind => key(KINDS[kind], through({ "stroke-dasharray": "5 3" }), make("path", { d: shape(0, 11, 6, 5), class: `open ${kind}`, stroke: "currentColor" }))),
+    ...(kinds.includes("simulated") ? [key(KINDS.simulated, make("path", { d: "M7 2l8 8m0 -8l-8 8", stroke: "currentColor", "stroke-width": 2 }))] : []));
+  section.querySelector(".lines").replaceChildren(...LINES.filter(line => POINTS.some(p => p.line === line && p.setting === $("scalingsetting").value))
+    .map(line => key(line, make("path", { d: shape(LINES.indexOf(line), 11, 6, 4.5), fill: lineColour(line) }))));
+}
+
+// Ends of an axis that holds all values in about four round steps: from 0 where that costs little, and never so narrow that noise fills it.
+function niceRange(values) {
+  const low = Math.min(...values), high = Math.max(...values), from = low < 0.4 * high ? 0 : low;
+  const rough = Math.max(high - from, high * 0.1) / 4, unit = 10 ** Math.floor(Math.log10(rough)), step = unit * [1, 2, 2.5, 5, 10].find(s => s * unit >= rough);
+  const end = Math.ceil(high / step) * step;
+  return { step, low: Math.max(0, Math.min(Math.floor(from / step) * step, end - 4 * step)), high: end };
+}
+
+function scalingChart(title, points) {
+  const width = 460, height = 240, left = 48, right = 24, top = 10, bottom = 26;
+  const worlds = unique(points.map(p => p.world)).sort((a, b) => a - b), lines = LINES.filter(line => points.some(p => p.line === line));
+  const range = niceRange(points.map(p => p.rate)), [first, last] = [Math.log2(worlds[0]), Math.log2(worlds[worlds.length - 1])];
+  const across = world => first === last ? (left + width - right) / 2 : left + 24 + (width - left - right - 48) * (Math.log2(world) - first) / (last - first);
+  const x = point => across(point.world) + 4 * (lines.indexOf(point.line) - (lines.length - 1) / 2); // side by side, as many are alike
+  const y = rate => height - bottom - (height - top - bottom) * (rate - range.low) / (range.high - range.low);
+  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
+  for (let rate = range.low; rate <= range.high * 1.0001; rate += range.step) svg.append(
+    make("line", { class: "grid", x1: left, x2: width - right, y1: y(rate), y2: y(rate) }),
+    make("text", { x: left - 6, y: y(rate) + 4, "text-anchor": "end" }, digits(rate)));
+  for (const world of worlds) svg.append(make("text", { x: across(world), y: height - 8, "text-anchor": "middle" }, `${world} GPUs`));
+  for (const [wanted, dashes] of [[isModel, { "stroke-dasharray": "5 3", "stroke-width": 1 }], [p => p.kind === "measured", { "stroke-width": 2 }]]) for (const line of lines) {
+    const some = points.filter(p => p.line === line && wanted(p)).sort((a, b) => a.world - b.world);
+    svg.append(make("path", { d: some.map((p, i) => `${i ? "L" : "M"}${x(p)} ${y(p.rate)}`).join(""), fill: "none", stroke: lineColour(line), ...dashes }));
+  }
+  for (const point of [...points].sort((a, b) => isModel(b) - isModel(a))) {
+    const mark = scalingMark(point.line, point.kind, x(point), y(point.rate));
+    mark.append(make("title", {}, `${point.line}, ${point.world} GPUs: ${digits(point.rate)} TFLOP/s per GPU, ${KINDS[point.kind]}`));
+    svg.append(mark);
+  }
+  return make("figure", {}, make("figcaption", {}, title), svg);
+}
+
+function drawScaling() {
+  const section = $("scaling"), points = POINTS.filter(p => p.setting === $("scalingsetting").value && (!$("mask").value || p.mask === $("mask").value));
+  section.hidden = !POINTS.length;
+  if (section.hidden) return;
+  const panels = DATA.masks.flatMap(mask => PASSES.map(direction => [`${mask}, ${direction}: TFLOP/s per GPU`, points.filter(p => p.mask === mask && p.direction === direction)]));
+  const charts = panels.filter(([, some]) => some.length).map(([title, some]) => scalingChart(title, some));
+  scalingKeys(section);
+  section.querySelector(".charts").replaceChildren(...(charts.length ? charts : [make("p", { class: "quiet" }, "Nothing was timed on this mask.")]));
+  section.querySelector(".errors").replaceChildren(...DATA.scaling.errors.map(text => make("p", { class: "quiet" }, text)));
 }
 
 const TENSORS = ["out", "lse", "dq", "dk", "dv"];
@@ -351,6 +434,7 @@ function drawAll() {
   drawGate();
   drawHeat();
   drawLengths();
+  drawScaling();
   FASTEST.show(fastestRows());
   drawErrors();
   PLAN.show(visible.filter(r => r.plan_ms !== null));
@@ -372,15 +456,17 @@ function start() {
   options($("chartmask"), DATA.masks.filter(mask => TIMED.some(r => r.mask === mask && r.seqlen)), null);
   options($("chartheads"), heads, null);
   for (const name of ["blocks", "chartblocks"]) options($(name), blocks, null);
-  if (TIMED.length) $("metric").value = "tflop_per_s";
+  options($("scalingsetting"), unique(POINTS.map(p => p.setting)), null);
+  if (lengths.length) $("metric").value = "tflop_per_s";
   if (lengths.length) $("length").value = String(lengths[lengths.length - 1]);
-  for (const name of ["direction", "length", "heads"]) $(name).parentElement.hidden = !TIMED.length;
+  for (const name of ["direction", "length", "heads"]) $(name).parentElement.hidden = !lengths.length;
   $("blocks").parentElement.hidden = !blocks.length;
-  $("lengths").hidden = !TIMED.length;
+  $("lengths").hidden = !lengths.length;
   $("fastest").hidden = !TIMED.length;
   $("plan").hidden = !RECORDS.some(r => r.plan_ms !== null);
   for (const name of ["metric", "direction", "length", "heads", "blocks"]) $(name).onchange = drawHeat;
   for (const name of ["chartmask", "chartheads", "chartblocks"]) $(name).onchange = drawLengths;
+  $("scalingsetting").onchange = drawScaling;
   $("filters").oninput = drawAll;
   $("filters").onreset = () => setTimeout(drawAll);
   $("filters").onsubmit = event => event.preventDefault();
