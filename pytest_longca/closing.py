@@ -1,5 +1,6 @@
 """The end of a run: the gate, the page and the summary, from the records alone."""
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +97,23 @@ def check_paths(options: Options) -> None:
     if options.html and importlib.util.find_spec("jinja2") is None:
         raise InvalidArgument("--longca-html needs jinja2, which is not installed: pip install 'pytest-longca[report]'")
     for name in ("html", "md", "baseline"):
-        path = options.values[name]
-        if path and not Path(path).absolute().parent.is_dir():
-            raise InvalidArgument(f"--longca-{name}: the folder of {path} does not exist: make it, or name another file")
+        if path := options.values[name]:
+            _check_file(name, Path(path).absolute())
+    if options.repro:
+        folder = Path(options.repro).absolute()  # made with the first failure, in the last of its parents that exists
+        _try_folder("repro", options.repro, next(place for place in (folder, *folder.parents) if place.exists()))
+
+
+def _check_file(name: str, path: Path) -> None:
+    if not path.parent.is_dir():
+        raise InvalidArgument(f"--longca-{name}: the folder of {path} does not exist: make it, or name another file")
+    if name != "baseline" or not path.exists():  # a baseline that exists is only read
+        _try_folder(name, path, path.parent)
+
+
+def _try_folder(name: str, path: str | Path, folder: Path) -> None:
+    """Raise InvalidArgument unless a file can be made in the folder: permissions alone do not tell, /proc takes none from anybody."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InvalidArgument(f"--longca-{name}: {path} cannot be written ({error.strerror}): name a place that can") from None

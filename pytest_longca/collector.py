@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 PROPERTY = "longca_record"
 RAN = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 FAILED = frozenset({"wrong", "crashed", "timed_out"})
+ELSEWHERE = 2
+"""The exit status of a run without a failure whose records are not where they were wanted, as for a report that cannot be written."""
 
 
 class Collector:
@@ -34,6 +36,17 @@ class Collector:
         self._lines: list[str] = []
         self.earlier = list(earlier)
         self.records: list[Record] = []
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Say first, and not after hours, that records will not be where they were wanted; the run goes on and is not green."""
+        if not self._path or session.config.option.collectonly:
+            return
+        from pytest_longca.report.writer import Writer, is_writable
+
+        if not is_writable(self._path):
+            self._writer = Writer(self._path)
+            if reporter := session.config.pluginmanager.getplugin("terminalreporter"):
+                reporter.write_line(self._writer.notice or "", yellow=True)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
@@ -66,7 +79,8 @@ class Collector:
         closing = close(self._all(), self._options, is_complete, self._masks(session.config))
         self._lines += closing.lines
         if session.exitstatus in RAN and session.exitstatus != pytest.ExitCode.TESTS_FAILED:
-            session.exitstatus = self._exit_status(session.exitstatus, closing.exit_code)
+            is_elsewhere = self._writer is not None and self._writer.notice is not None
+            session.exitstatus = self._exit_status(session.exitstatus, closing.exit_code or (ELSEWHERE if is_elsewhere else 0))
 
     def _exit_status(self, before: int | pytest.ExitCode, of_closing: int) -> int | pytest.ExitCode:
         """Red if the gate or an earlier record is; green if a resumed run has nothing left to run; else as it was."""

@@ -78,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _collector(config: pytest.Config) -> Collector:
     """The collector, after a look at every file that the end of the run will need: a run of hours must not end in a typo."""
     options = config.stash[OPTIONS_KEY]
-    if not any((options.html, options.md, options.baseline, options.resume)):
+    if not any((options.html, options.md, options.baseline, options.resume, options.repro)):
         return Collector(options, config.invocation_params.args)
     from pytest_longca.budget import earlier_records
     from pytest_longca.closing import check_paths

@@ -40,15 +40,29 @@ class Writer:
         self.count += 1
 
     def close(self) -> None:
-        """Close the file; safe to call twice."""
+        """Close the file; safe to call twice. A fallback file that got no record goes away."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+            if self.notice and not self.path.stat().st_size:
+                self.path.unlink()
 
     def _fall_back(self, error: OSError) -> None:
         self._descriptor, name = tempfile.mkstemp(prefix="longca-records-", suffix=".jsonl")
         self.path = Path(name)
         self.notice = f"records: {self.wanted} cannot be written ({error.strerror}); from here on they are in {self.path}"
+
+
+def is_writable(path: str | Path) -> bool:
+    """Whether records can be appended to the file. One that was not there is not left there."""
+    is_new = not os.path.lexists(path)
+    try:
+        os.close(_open(Path(path)))
+    except OSError:
+        return False
+    if is_new:
+        os.unlink(path)
+    return True
 
 
 def _open(path: Path) -> int:

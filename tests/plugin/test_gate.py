@@ -70,6 +70,13 @@ def test_a_file_in_a_folder_that_does_not_exist_is_a_usage_error(run: Run, optio
     pytest.LineMatcher(result.errlines).fnmatch_lines([f"*--longca-{option}: the folder of /no/such/folder/file does not exist*"])
 
 
+@pytest.mark.parametrize("option", ["html", "md", "baseline", "repro"])
+def test_a_place_that_takes_no_file_is_a_usage_error(run: Run, option: str) -> None:
+    result = run("-q", "--longca-kernels=naive", f"--longca-{option}=/proc/x")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    pytest.LineMatcher(result.errlines).fnmatch_lines([f"ERROR: --longca-{option}: /proc/x cannot be written (*"])
+
+
 def test_a_run_that_was_cut_short_makes_no_baseline(timed: Run, pytester: pytest.Pytester) -> None:
     pytester.makeconftest(KERNELS)
     result = timed("--maxfail=1", "--longca-kernels=crashing")

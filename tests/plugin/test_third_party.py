@@ -188,10 +188,11 @@ def test_a_failure_comes_with_a_file_for_upstream_and_a_drawing_in_its_record(ru
     assert drawings["naive"] is None
 
 
-def test_a_folder_that_cannot_be_written_costs_no_result(run: Run, pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(RETURNS.format(answer="function(q, k, v)[0] * 1.01, None"))
+def test_a_folder_that_cannot_be_written_in_the_end_costs_no_result(run: Run, pytester: pytest.Pytester) -> None:
+    conftest = RETURNS.format(answer="function(q, k, v)[0] * 1.01, None")
+    pytester.makeconftest(conftest + "\n\ndef pytest_collection_finish(session):\n    open('upstream', 'w').close()\n")
     case = "causal(seqlen_q=3,seqlen_kv=4)/b1/h2:1/d8/fp32/fwd_bwd/s0"
     chosen = ("--longca-kernels=returns", f"--longca-case={case}", "--longca-checks=truth")
-    result = run(*chosen, "--longca-isolate=off", "--longca-repro=conftest.py")
+    result = run(*chosen, "--longca-isolate=off", "--longca-repro=upstream")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["returns is wrong:*", "standalone: --longca-repro: *cannot be written*"])

@@ -9,6 +9,7 @@ import pytest
 from pytest_longca import conformance
 from pytest_longca.case import Case
 from pytest_longca.checks import Verification
+from pytest_longca.collector import ELSEWHERE
 from pytest_longca.masks.regular import Causal
 from pytest_longca.outcome import Wrong
 from pytest_longca.subject import Finding
@@ -90,10 +91,12 @@ def test_records_hold_outcome_verdicts_and_the_replay_line(judge: Run, pytester:
 
 
 def test_records_that_cannot_be_written_go_elsewhere_and_the_run_says_where(judge: Run) -> None:
-    result = judge("--longca-kernels=naive", "-k", "examples", "--longca-json=/no/such/folder/out.jsonl")
+    result = judge("-q", "--longca-kernels=naive", "-k", "examples", "--longca-json=/no/such/folder/out.jsonl")
     result.assert_outcomes(passed=1)
-    line = next(line for line in result.outlines if "cannot be written" in line)
-    fallback = Path(line.rsplit(" ", 1)[1])
+    first, last = (number for number, line in enumerate(result.outlines) if "cannot be written" in line)
+    progress = next(number for number, line in enumerate(result.outlines) if line.startswith("."))
+    assert first < progress < last, "it is said before anything runs, and where the user looks at the end"
+    fallback = Path(result.outlines[last].rsplit(" ", 1)[1])
     assert json.loads(fallback.read_text())["kernel"] == "naive"
     fallback.unlink()
 
@@ -115,3 +118,4 @@ def test_a_hook_that_is_wrong_is_a_usage_error(run: Run, pytester: pytest.Pytest
     result = run("--longca-masks=causal", "--longca-kernels=naive")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     pytest.LineMatcher(result.errlines + result.outlines).fnmatch_lines([says])
+    assert result.ret == ELSEWHERE, "nothing is lost, and a job that reads the file is not told that all is well"
