@@ -9,7 +9,8 @@ from typing import Any
 
 VISIBLE, WRONG = "#0072b2", "#d55e00"
 """Two colours that the colour-blind tell apart, on light and on dark."""
-LEGEND = "# all visible, + some, . none; X wrong there"
+LEGEND = {"#": "all visible", "+": "some", ".": "none", "X": "wrong there", "<": "wrong row", "^": "wrong key"}
+"""What each character of a picture means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,9 @@ def as_text(drawing: Drawing) -> str:
     lines = ["".join(row) + (" <" if number in drawing.wrong_rows else "") for number, row in enumerate(cells)]
     if drawing.wrong_keys:
         lines.append("".join("^" if column in drawing.wrong_keys else " " for column in range(drawing.wrong_keys[-1] + 1)))
-    return "\n".join([f"{drawing.title}: {LEGEND}", *lines])
+    drawn = set("".join(lines))
+    legend = ", ".join(f"{character} {meaning}" for character, meaning in LEGEND.items() if character in drawn)
+    return "\n".join([f"{drawing.title}: {legend}" if legend else drawing.title, *lines])
 
 
 def svg(drawing: Drawing) -> str:

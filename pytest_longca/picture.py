@@ -65,7 +65,7 @@ def picture(mask: "Mask", batch: int = 0, head: int = 0, rows: Iterable[int] = (
 
     >>> from pytest_longca.masks.regular import Causal
     >>> print(picture(Causal(4, 4), rows=[1], keys=[2]))
-    causal, 4 queries (down) x 4 keys, one character each: # all visible, + some, . none; X wrong there
+    causal, 4 queries (down) x 4 keys, one character each: # all visible, . none, X wrong there, < wrong row, ^ wrong key
     #...
     ##X. <
     ###.

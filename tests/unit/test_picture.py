@@ -20,7 +20,7 @@ from pytest_longca.subject import Finding
 
 def test_a_short_mask_is_drawn_key_by_key_with_what_is_wrong() -> None:
     assert picture(CausalDocument((2, 3)), rows=[3], keys=[0, 2]).splitlines() == [
-        "causal_document, 5 queries (down) x 5 keys, one character each: # all visible, + some, . none; X wrong there",
+        "causal_document, 5 queries (down) x 5 keys, one character each: # all visible, . none, X wrong there, < wrong row, ^ wrong key",
         "#....",
         "##...",
         "..#..",
@@ -77,6 +77,19 @@ def test_a_finding_that_knows_its_pairs_marks_these_alone() -> None:
     assert svg_of_facts(json.loads(json.dumps({"drawing": asdict(found)}))) == svg(found)
 
 
+@pytest.mark.parametrize(
+    ("marked", "legend"),
+    [
+        ({}, "# all visible, . none"),
+        ({"rows": [1]}, "# all visible, . none, < wrong row"),
+        ({"keys": [0]}, "# all visible, . none, ^ wrong key"),
+        ({"rows": [0], "keys": [1]}, "# all visible, X wrong there, < wrong row, ^ wrong key"),
+    ],
+)
+def test_the_legend_explains_what_the_picture_holds_and_nothing_else(marked: dict[str, list[int]], legend: str) -> None:
+    assert picture(Causal(2, 2), **marked).splitlines()[0] == f"causal, 2 queries (down) x 2 keys, one character each: {legend}"  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("findings", [[], [Finding("truth", "out", "shape")]])
 def test_findings_without_a_place_leave_the_mask_unmarked(findings: list[Finding]) -> None:
     assert draw(Case(mask=Causal(2, 2), head_dim=8), findings).splitlines()[1:] == ["#.", "##"]
@@ -85,7 +98,7 @@ def test_findings_without_a_place_leave_the_mask_unmarked(findings: list[Finding
 def test_rows_and_keys_beyond_the_mask_are_left_out() -> None:
     text = picture(Causal(4, 4), rows=[1, 99], keys=[2, 77])
     assert text.splitlines()[2] == "##X. <"
-    assert text.count("<") == 1
+    assert "".join(text.splitlines()[1:]).count("<") == 1
 
 
 def paths(image: str) -> list[dict[str, str]]:
