@@ -1,6 +1,7 @@
 """The dynamic masks: blocks of queries see blocks of keys as a map says, a map for each head; blocks of one size, or each of its own."""
 
 import functools
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,11 @@ class _Blocks(Mask):
     @abstractmethod
     def sizes_kv(self) -> tuple[int, ...]:
         """Tokens of each key block."""
+
+    @property
+    @abstractmethod
+    def blocks_text(self) -> str:
+        """The blocks' sizes for people."""
 
     @property
     def heads(self) -> int:
@@ -142,6 +148,10 @@ class UniformBlock(_Blocks):
     def sizes_kv(self) -> tuple[int, ...]:
         return (self.block_size,) * (self.seqlen_kv // self.block_size)
 
+    @property
+    def blocks_text(self) -> str:
+        return str(self.block_size)
+
     @classmethod
     def sample(cls, rng: Random, seqlen: int, seqlen_kv: int | None = None, heads: int | None = None) -> Self:
         seqlen_kv = seqlen if seqlen_kv is None else seqlen_kv
@@ -202,6 +212,12 @@ class VariableBlock(_Blocks):
 
     def sizes_kv(self) -> tuple[int, ...]:
         return self.block_sizes_kv
+
+    @property
+    def blocks_text(self) -> str:
+        """The range that the query blocks were drawn from, if they were: `variable 64-128`."""
+        drawn = re.match(r"uniform(\d+-\d+)x", getattr(self.block_sizes_q, "recipe", ""))
+        return f"variable {drawn[1]}" if drawn else "variable"
 
     @classmethod
     def sample(cls, rng: Random, seqlen: int, seqlen_kv: int | None = None, heads: int | None = None) -> Self:

@@ -1,7 +1,7 @@
 """Figures of a record: the median, the throughput, the worst error. What every report computes from one record is computed here."""
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pytest_longca.report.record import Record
@@ -20,9 +20,10 @@ def median_ms(record: Record) -> float | None:
 
 def quantile_ms(record: Record, fraction: float) -> float | None:
     """The sample below which `fraction` of the samples lie (the nearest one)."""
-    if not record.samples_ms:
-        return None
-    ordered = sorted(record.samples_ms)
+    return _quantile(sorted(record.samples_ms), fraction) if record.samples_ms else None
+
+
+def _quantile(ordered: Sequence[float], fraction: float) -> float:
     return ordered[round(fraction * (len(ordered) - 1))]
 
 
@@ -90,17 +91,73 @@ def shape_text(record: Record) -> str:
     return f"{batch}{lengths} {shape['heads_q']}:{shape['heads_kv']} d{shape['head_dim']} {shape['dtype']}{blocks}"
 
 
-def fastest(records: Iterable[Record]) -> dict[Setting, list[Record]]:
-    """For each setting the timed records of each kernel, the fastest first; one record a kernel (its median over processes)."""
-    groups: dict[Setting, dict[tuple[str, str], list[Record]]] = {}
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One kernel's timings of one setting, a record for each process: every report shows these figures of them."""
+
+    records: tuple[Record, ...]
+
+    @property
+    def record(self) -> Record:
+        """The record that says which kernel, mask and shape it is."""
+        return self.records[0]
+
+    @property
+    def median_ms(self) -> float:
+        """The median of the processes' medians."""
+        return statistics.median(median_ms(record) or 0.0 for record in self.records)
+
+    @property
+    def p20_p80_ms(self) -> tuple[float, float]:
+        """The interval that holds the middle 60 % of the samples of all processes."""
+        ordered = sorted(sample for record in self.records for sample in record.samples_ms or ())
+        return _quantile(ordered, 0.2), _quantile(ordered, 0.8)
+
+    @property
+    def tflop_per_s(self) -> float:
+        return (self.record.flop or 0) / self.median_ms / 1e9
+
+    @property
+    def fraction_of_peak(self) -> float | None:
+        peak = self.record.peaks.get("matmul_tflop_per_s")
+        return self.tflop_per_s / peak if peak else None
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether other tests ran beside some of the timings."""
+        return any(record.facts.get(SHARED) for record in self.records)
+
+    def is_tied_with(self, other: "Timed") -> bool:
+        """Whether the two cannot be told apart: their p20 to p80 intervals overlap."""
+        (low, high), (other_low, other_high) = self.p20_p80_ms, other.p20_p80_ms
+        return low <= other_high and other_low <= high
+
+
+def timed(records: Iterable[Record]) -> dict[tuple[Setting, str, str], Timed]:
+    """The speeds that may be printed, one for each setting, kernel and mechanism."""
+    groups: dict[tuple[Setting, str, str], list[Record]] = {}
     for record in timings(records):
-        groups.setdefault(setting(record), {}).setdefault((record.kernel, record.mechanism or ""), []).append(record)
-    return {
-        key: sorted((_middle(group) for group in kernels.values()), key=lambda record: median_ms(record) or 0.0)
-        for key, kernels in sorted(groups.items())
-    }
+        groups.setdefault((setting(record), record.kernel, record.mechanism or ""), []).append(record)
+    return {key: Timed(tuple(group)) for key, group in groups.items()}
 
 
-def _middle(group: list[Record]) -> Record:
-    ordered = sorted(group, key=lambda record: median_ms(record) or 0.0)
-    return ordered[len(ordered) // 2]
+def fastest(records: Iterable[Record]) -> dict[Setting, list[Timed]]:
+    """For each setting the timings of each kernel, the fastest first."""
+    ranked: dict[Setting, list[Timed]] = {}
+    for (key, _, _), entry in timed(records).items():
+        ranked.setdefault(key, []).append(entry)
+    return {key: sorted(ranked[key], key=lambda entry: entry.median_ms) for key in sorted(ranked)}
+
+
+def tied(ranked: Sequence[Timed]) -> list[Timed]:
+    """Those that cannot be told from the first."""
+    return [entry for entry in ranked[1:] if entry.is_tied_with(ranked[0])]
+
+
+def rate_text(tflop_per_s: float, digits: int = 3) -> str:
+    """A throughput for people, in GFLOP/s where it is below 1 TFLOP/s.
+
+    >>> rate_text(512.3), rate_text(0.0123)
+    ('512 TFLOP/s', '12.3 GFLOP/s')
+    """
+    return f"{tflop_per_s:.{digits}g} TFLOP/s" if tflop_per_s >= 1 else f"{1000 * tflop_per_s:.{digits}g} GFLOP/s"

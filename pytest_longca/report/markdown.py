@@ -4,7 +4,7 @@ import html
 from collections.abc import Iterable, Sequence
 
 from pytest_longca.report.appendix import Appendix
-from pytest_longca.report.figures import fastest, fraction_of_peak, median_ms, tflop_per_s
+from pytest_longca.report.figures import Timed, fastest, rate_text, tied
 from pytest_longca.report.gate import basis, by_gravity, conclusion
 from pytest_longca.report.matrix import MARKS, Matrix, column, matrix
 from pytest_longca.report.record import Record
@@ -65,18 +65,25 @@ def _reasons(found: Matrix) -> str:
 
 
 def _fastest(records: Sequence[Record]) -> str:
+    found = fastest(records)
     rows = [
-        [*map(escape, (key.mask, key.shape, key.direction, column(ranked[0]))), *_figures(ranked[0])]
-        for key, ranked in fastest(records).items()
+        [*map(escape, (key.mask, key.shape, key.direction, column(ranked[0].record))), *_figures(ranked[0]), escape(_ties(ranked))]
+        for key, ranked in found.items()
     ]
     if not rows:
         return ""
-    return "## Fastest verified kernel\n\n" + table(["mask", "shape", "pass", "kernel", "ms", "TFLOP/s", "of peak"], rows)
+    is_rough = any(entry.is_rough for ranked in found.values() for entry in ranked)
+    title = "## Fastest verified kernel\n\n" + "Rough: other tests ran beside the timings.\n\n" * is_rough
+    return title + table(["mask", "shape", "pass", "kernel", "ms", "speed", "of peak", "tied with"], rows)
 
 
-def _figures(record: Record) -> list[str]:
-    share = fraction_of_peak(record)
-    return [f"{median_ms(record):.3g}", f"{tflop_per_s(record):.4g}", f"{share:.0%}" if share is not None else ""]
+def _ties(ranked: Sequence[Timed]) -> str:
+    return ", ".join(column(entry.record) for entry in tied(ranked))
+
+
+def _figures(entry: Timed) -> list[str]:
+    share = entry.fraction_of_peak
+    return [f"{entry.median_ms:.3g}", rate_text(entry.tflop_per_s, 4), f"{share:.0%}" if share is not None else ""]
 
 
 def _gate(comparison: Comparison) -> str:

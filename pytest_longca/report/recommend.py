@@ -1,12 +1,13 @@
 """Advice: the fastest verified kernel and mechanism for somebody's own lengths, heads and mask, with the figures it rests on."""
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pytest_longca.case import Case, Direction
 from pytest_longca.errors import InvalidArgument
-from pytest_longca.report.figures import seqlen, tflop_per_s, timings
+from pytest_longca.report.figures import SHARED, rate_text, seqlen, timed, timings
 from pytest_longca.report.matrix import column
 from pytest_longca.report.record import Record
 
@@ -49,12 +50,12 @@ def _fits(record: Record, case: Case, world_size: int) -> bool:
 
 def _advice(kernel: str, records: Sequence[Record], case: Case) -> Advice:
     rates: dict[int, list[float]] = {}
-    for record in records:
-        rates.setdefault(seqlen(record) or 0, []).append(tflop_per_s(record) or 0.0)
-    points = tuple(sorted((length, sorted(values)[len(values) // 2]) for length, values in rates.items()))
+    for entry in timed(records).values():
+        rates.setdefault(seqlen(entry.record) or 0, []).append(entry.tflop_per_s)
+    points = tuple(sorted((length, statistics.median(values)) for length, values in rates.items()))
     rate = interpolate(points, case.seqlen_q)
     nearest = min(records, key=lambda record: abs(math.log((seqlen(record) or 1) / max(case.seqlen_q, 1))))
-    return Advice(kernel, case.flop() / rate / 1e9, rate, points, nearest.peak_bytes, tuple(_caveats(points, nearest, case)))
+    return Advice(kernel, case.flop() / rate / 1e9, rate, points, nearest.peak_bytes, tuple(_caveats(points, records, nearest, case)))
 
 
 def interpolate(points: Sequence[tuple[int, float]], length: int) -> float:
@@ -71,8 +72,10 @@ def interpolate(points: Sequence[tuple[int, float]], length: int) -> float:
     return first if low == high else first + (last - first) * math.log(length / low) / math.log(high / low)
 
 
-def _caveats(points: Sequence[tuple[int, float]], nearest: Record, case: Case) -> list[str]:
+def _caveats(points: Sequence[tuple[int, float]], records: Sequence[Record], nearest: Record, case: Case) -> list[str]:
     found = []
+    if any(record.facts.get(SHARED) for record in records):
+        found.append("its timings are rough: other tests ran beside them")
     first, last = points[0][0], points[-1][0]
     if not first <= case.seqlen_q <= last:
         found.append(f"{case.seqlen_q} tokens are outside the measured lengths {first} to {last}")
@@ -146,7 +149,7 @@ def render_advice(case: Case, advice: Sequence[Advice]) -> str:
     for entry in advice:
         measured = ", ".join(f"{rate:.3g} at {length}" for length, rate in entry.points)
         memory = f", {entry.peak_bytes / 2**30:.2f} GiB" if entry.peak_bytes else ""
-        lines.append(f"{entry.kernel}: about {entry.expected_ms:.3g} ms ({entry.rate:.3g} TFLOP/s{memory})")
+        lines.append(f"{entry.kernel}: about {entry.expected_ms:.3g} ms ({rate_text(entry.rate)}{memory})")
         lines.append(f"  measured TFLOP/s: {measured}")
         lines += [f"  but {caveat}" for caveat in entry.caveats]
     return "\n".join(lines)

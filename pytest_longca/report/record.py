@@ -29,7 +29,8 @@ class Record:
     `samples_ms` are the device times of single calls, all from one `process`: several records of one case are several processes.
     `clocks` is the GPU's state around the samples; `clocks["throttled"]` names what held the kernel back.
     `peaks` is what the device itself was measured to do: matmul_tflop_per_s, copy_gb_per_s.
-    `command` is the command line that made the record, `replay` the one that runs its case alone.
+    `command` is the command line that made the record, `replay` the one that runs its case alone, or the
+    failing case of its mask for which it was not timed.
     """
 
     stage: str
@@ -106,8 +107,7 @@ def shape_of(case: "Case") -> dict[str, Any]:
     sizes = {name: getattr(case, name) for name in SHAPE}
     density = getattr(getattr(case.mask, "block_map", None), "density", None)
     if density is not None:
-        size = getattr(case.mask, "block_size", None)
-        sizes["blocks"] = f"{size or 'variable'} at {density:g}"
+        sizes["blocks"] = f"{getattr(case.mask, 'blocks_text', 'variable')} at {density:g}"
     return sizes
 
 

@@ -4,7 +4,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
-from pytest_longca.report.figures import SHARED, fastest, fraction_of_peak, median_ms, tflop_per_s
+from pytest_longca.report.figures import Timed, fastest, rate_text, tied
 from pytest_longca.report.matrix import MARKS, Matrix, Reason, column, matrix
 from pytest_longca.report.record import Record
 
@@ -114,19 +114,23 @@ def _wrapped(text: str, width: int, paint: Paint, colour: str) -> list[str]:
 def fastest_lines(records: Iterable[Record], width: int) -> list[str]:
     """The fastest verified kernel for each mask, shape and pass, with its figures; empty where nothing was timed."""
     lines: list[str] = []
-    records = list(records)
-    for key, ranked in fastest(records).items():
-        best = ranked[0]
-        text = f"{key.mask} {key.shape} {key.direction}: {column(best)} {_figures(best)}"
-        if len(ranked) > 1:
-            ratio = (median_ms(ranked[1]) or 0.0) / (median_ms(best) or 1.0)
-            text += f", {ratio:.2f}x the speed of {column(ranked[1])}"
+    found = fastest(records)
+    for key, ranked in found.items():
+        text = f"{key.mask} {key.shape} {key.direction}: {column(ranked[0].record)} {_figures(ranked[0])}{_beside(ranked)}"
         lines += textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
-    is_rough = any(record.facts.get(SHARED) for record in records)
+    is_rough = any(entry.is_rough for ranked in found.values() for entry in ranked)
     title = "fastest verified kernel (rough: other tests ran beside the timings):" if is_rough else "fastest verified kernel:"
     return [title, *lines] if lines else []
 
 
-def _figures(record: Record) -> str:
-    share = fraction_of_peak(record)
-    return f"{median_ms(record):.3g} ms, {tflop_per_s(record):.3g} TFLOP/s" + (f" ({share:.0%} of peak)" if share is not None else "")
+def _beside(ranked: Sequence[Timed]) -> str:
+    """Who is as fast as the first, as far as one can tell, and how much slower the next one is."""
+    ties = tied(ranked)
+    text = f", tied with {' and '.join(column(entry.record) for entry in ties)}" if ties else ""
+    slower = next((entry for entry in ranked[1:] if entry not in ties), None)
+    return text + (f", {slower.median_ms / ranked[0].median_ms:.2f}x the speed of {column(slower.record)}" if slower else "")
+
+
+def _figures(entry: Timed) -> str:
+    share = entry.fraction_of_peak
+    return f"{entry.median_ms:.3g} ms, {rate_text(entry.tflop_per_s)}" + (f" ({share:.0%} of peak)" if share is not None else "")

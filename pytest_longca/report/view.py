@@ -7,6 +7,7 @@ from typing import Any
 
 from pytest_longca.drawing import svg_of_facts
 from pytest_longca.report.figures import (
+    SHARED,
     fraction_of_peak,
     median_ms,
     quantile_ms,
@@ -14,6 +15,7 @@ from pytest_longca.report.figures import (
     seqlen,
     shape_text,
     tflop_per_s,
+    timed,
     worst_error,
 )
 from pytest_longca.report.gallery import Picture
@@ -26,6 +28,7 @@ FIELDS = (
     "kernel", "mask", "stage", "kind", "reason", "shape", "case", "direction", "heads", "blocks", "replay", "drawing",
     "seqlen", "world", "examples", "median_ms", "p20_ms", "p80_ms", "tflop_per_s", "of_peak", "peak_bytes",
     "plan_ms", "compile_ms", "launch_ms", "error", "errors", "is_trusted",
+    "is_rough",
 )  # fmt: skip
 TEXTS = frozenset(FIELDS[: FIELDS.index("seqlen")])
 DIGITS = 5
@@ -54,6 +57,7 @@ def view(records: Sequence[Record], comparison: Comparison | None = None, pictur
         "fields": FIELDS,
         "texts": sorted(TEXTS),
         "rows": rows,
+        "timed": _timed(records),
         "strings": strings.all,
         "kernels": found.kernels,
         "masks": found.masks,
@@ -73,6 +77,16 @@ def _scaling(records: Sequence[Record]) -> dict[str, Any] | None:
 
     rows = [[*astuple(point)[:-1], _short(point.tflop_per_s)] for point in points(records)]
     return {"points": rows, "alone": ALONE, "errors": errors(records)} if rows else None
+
+
+def _timed(records: Sequence[Record]) -> list[list[Any]]:
+    """The row of each kernel and setting that was timed and, where there are several processes, the figures over all of them."""
+    index = {id(record): number for number, record in enumerate(records)}
+    found: list[list[Any]] = []
+    for entry in timed(records).values():
+        figures = (entry.median_ms, *entry.p20_p80_ms, entry.tflop_per_s, entry.fraction_of_peak) if len(entry.records) > 1 else ()
+        found.append([index[id(entry.record)], *map(_short, figures)])
+    return found
 
 
 def _row(record: Record, strings: Strings, is_trusted: bool) -> list[Any]:
@@ -105,6 +119,7 @@ def _row(record: Record, strings: Strings, is_trusted: bool) -> list[Any]:
         "error": _number(worst_error(record)),
         "errors": [[verdict["tensor"], _number(verdict.get("error_over_limit"))] for verdict in record.verdicts],
         "is_trusted": int(is_trusted),
+        "is_rough": int(bool(record.facts.get(SHARED))),
     }
     return [strings.add(values[name]) if name in TEXTS else _short(values[name]) for name in FIELDS]
 

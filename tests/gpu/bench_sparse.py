@@ -266,7 +266,7 @@ def markdown(file: Path) -> str:
         for record, text in found:
             size, _, density = record.shape["blocks"].partition(" at ")
             heads = f"{record.shape['heads_q']}:{record.shape['heads_kv']}"
-            key = (f"{record.shape['seqlen_q']:,}", heads, "64 to 128" if size == "variable" else size, density)
+            key = (f"{record.shape['seqlen_q']:,}", heads, "64 to 128" if size.startswith("variable") else size, density)
             rows.setdefault(key, {})[record.kernel] = text
         lines += [
             f"| {' | '.join(key)} | {' | '.join(row.get(name, '') for name in kernels)} |"

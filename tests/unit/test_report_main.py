@@ -208,6 +208,17 @@ def test_advice_never_names_a_kernel_that_is_wrong_on_the_mask() -> None:
     assert [advice.kernel for advice in recommend([*RECORDS, wrong], case_of(4096))] == ["flex"]
 
 
+def test_advice_from_timings_beside_other_tests_says_that_they_are_rough() -> None:
+    rough = [dataclasses.replace(record, facts={"shared_machine": True}) for record in RECORDS]
+    assert "its timings are rough: other tests ran beside them" in recommend(rough, case_of(4096))[0].caveats
+    assert recommend(RECORDS, case_of(4096))[0].caveats == ()
+
+
+def test_advice_takes_the_median_of_the_processes_medians() -> None:
+    (advice,) = recommend([timing("fa2", 4096, rate, process) for process, rate in enumerate((100.0, 300.0))], case_of(4096))
+    assert advice.rate == pytest.approx(150.0), "the rate at the mean of the two times"
+
+
 def test_advice_beyond_what_was_measured_says_so() -> None:
     assert "65536 tokens are outside the measured lengths 1024 to 4096" in recommend(RECORDS, case_of(65536))[0].caveats
 

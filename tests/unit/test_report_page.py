@@ -62,7 +62,9 @@ def test_view_holds_the_figures_of_a_record() -> None:
     assert row["is_trusted"] == 1
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("uniform_block", "64 at 0.5"), ("variable_block", "variable at 0.5"), ("causal", None)])
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("uniform_block", "64 at 0.5"), ("variable_block", "variable 32-64 at 0.5"), ("causal", None)]
+)
 def test_shape_says_what_blocks_a_block_mask_has(name: str, blocks: str | None) -> None:
     case = Case(mask=load(MASKS[name]).default(256))
     record = timing(mask=name, case=format_case(case), shape=shape_of(case))
@@ -70,6 +72,15 @@ def test_shape_says_what_blocks_a_block_mask_has(name: str, blocks: str | None) 
     (row,) = decoded(view([record]))
     assert row["blocks"] == (blocks or "")
     assert row["shape"] == f"256 1:1 d64 fp32{f' blocks {blocks}' if blocks else ''}"
+
+
+def test_page_and_terminal_have_one_figure_for_several_processes() -> None:
+    records = [timing(ms=ms, process=f"p{ms}", facts={"shared_machine": True}) for ms in (2.0, 9.0, 3.0, 4.0)]
+    page = view([Record(stage="probes", kernel="flex", mask="causal", outcome=Passed().to_json()), *records])
+    assert page["timed"] == [[1, 3.5, 2.0, 9.0, 285.71, 0.35714]]
+    assert decoded(page)[1]["is_rough"] == 1
+    assert "Rough: other tests ran beside the timings." in markdown(records)
+    assert "| 3.5 | 285.7 TFLOP/s | 36% |" in markdown(records)
 
 
 def test_no_speed_of_a_kernel_that_was_not_verified_reaches_the_page() -> None:
@@ -145,7 +156,7 @@ def test_markdown_has_the_matrix_the_reasons_and_the_fastest() -> None:
     assert "| mask | flex | vsa |" in text
     assert "| causal | fwd | - |" in text
     assert "| vsa | unsupported: takes a block map | causal |  |" in text
-    assert "| causal | 256 4:2 d64 fp32 | fwd | flex | 2 | 500 | 62% |" in text
+    assert "| causal | 256 4:2 d64 fp32 | fwd | flex | 2 | 500 TFLOP/s | 62% |  |" in text
 
 
 def test_markdown_shows_the_gate_first() -> None:

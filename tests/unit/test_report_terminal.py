@@ -122,6 +122,24 @@ def test_fastest_kernel_comes_with_its_figures_and_the_runner_up() -> None:
     assert "causal 8192 64:8 d128 bf16 fwd: flex 2 ms, 500 TFLOP/s (62% of peak), 2.00x the speed of sdpa" in text
 
 
+def test_kernels_whose_samples_overlap_are_tied_and_the_next_slower_one_is_told_too() -> None:
+    near, apart = timing("sdpa", 2.0, samples_ms=[2.05, 2.1, 2.15]), timing("fa2", 4.0)
+    text = render([near, timing("flex", 2.0, samples_ms=[1.9, 2.0, 2.1]), apart], width=200)
+    assert "fwd: flex 2 ms, 500 TFLOP/s, tied with sdpa, 2.00x the speed of fa2" in text
+    assert "tied" not in render([timing("flex", 2.0), apart], width=200)
+
+
+def test_a_kernels_time_is_the_median_of_its_processes_medians() -> None:
+    processes = [timing("flex", ms, process=f"p{ms}") for ms in (2.0, 4.0, 3.0, 9.0)]
+    assert "fwd: flex 3.5 ms, 286 TFLOP/s" in render(processes, width=200)
+    fast_once = [timing("sdpa", ms, process=f"p{ms}") for ms in (1.0, 5.0, 6.0)]
+    assert "fwd: flex 3.5 ms" in render([*processes, *fast_once], width=200)
+
+
+def test_a_speed_below_one_tflop_is_told_in_gflop() -> None:
+    assert "fwd: flex 2 ms, 5 GFLOP/s" in render([timing("flex", 2.0, flop=10**7)], width=200)
+
+
 def test_a_kernel_that_is_wrong_on_the_mask_is_never_the_fastest() -> None:
     text = render([timing("sdpa", 4.0), timing("flex", 2.0), record("flex", outcome=EVERY["wrong"])], width=200)
     assert "fwd: sdpa 4 ms" in text

@@ -7,7 +7,11 @@ const RECORDS = DATA.rows.map(row => {
   DATA.fields.forEach((field, i) => { record[field] = DATA.texts.includes(field) ? DATA.strings[row[i]] : row[i]; });
   return record;
 });
-const TIMED = RECORDS.filter(r => r.tflop_per_s !== null && r.is_trusted);
+// One for each kernel and setting: with several processes, the figures over all of them.
+const TIMED = DATA.timed.map(([i, ...figures]) => {
+  const over = ["median_ms", "p20_ms", "p80_ms", "tflop_per_s", "of_peak"].slice(0, figures.length);
+  return { ...RECORDS[i], ...Object.fromEntries(over.map((name, j) => [name, figures[j]])) };
+});
 const CELLS = new Map(DATA.cells.map(([kernel, mask, kind]) => [kernel + "\n" + mask, kind]));
 const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c8c3a"]; // Okabe and Ito, told apart by the colour-blind
 const CIVIDIS = [[0, 32, 77], [49, 68, 107], [102, 105, 112], [149, 143, 120], [200, 184, 102], [255, 234, 70]];
@@ -365,16 +369,18 @@ function drawErrors() {
 
 // The other sections ------------------------------------------------------------------------------------------------------
 
+// Two kernels whose middle samples overlap are tied: which is the faster one would be noise.
 function fastestRows() {
   const groups = new Map();
   for (const record of TIMED.filter(isVisible)) {
-    const key = [record.mask, record.case, record.direction, record.world].join("\n"), kernels = groups.get(key) || new Map();
-    if (!kernels.has(record.kernel) || record.median_ms < kernels.get(record.kernel).median_ms) kernels.set(record.kernel, record);
-    groups.set(key, kernels);
+    const key = [record.mask, record.case, record.direction, record.world].join("\n");
+    groups.set(key, [...(groups.get(key) || []), record]);
   }
-  const rows = [...groups.values()].map(kernels => {
-    const [best, second] = [...kernels.values()].sort((a, b) => a.median_ms - b.median_ms);
-    return { ...best, second: second ? `${second.kernel} (${digits(second.median_ms / best.median_ms)}x the time)` : "" };
+  const rows = [...groups.values()].map(ranked => {
+    const [best, ...others] = ranked.sort((a, b) => a.median_ms - b.median_ms);
+    const ties = others.filter(r => r.p20_ms <= best.p80_ms && best.p20_ms <= r.p80_ms), slower = others.find(r => !ties.includes(r));
+    const next = slower && `${slower.kernel} (${digits(slower.median_ms / best.median_ms)}x the time)`;
+    return { ...best, second: [ties.length && "tied with " + ties.map(r => r.kernel).join(" and "), next].filter(Boolean).join(", then ") };
   });
   const order = r => [-r.seqlen, DATA.masks.indexOf(r.mask), PASSES.indexOf(r.direction)];
   return rows.sort((a, b) => order(a).map((x, i) => x - order(b)[i]).find(Boolean) || 0);
@@ -463,6 +469,7 @@ function start() {
   $("blocks").parentElement.hidden = !blocks.length;
   $("lengths").hidden = !lengths.length;
   $("fastest").hidden = !TIMED.length;
+  $("rough").hidden = !TIMED.some(r => r.is_rough);
   $("plan").hidden = !RECORDS.some(r => r.plan_ms !== null);
   for (const name of ["metric", "direction", "length", "heads", "blocks"]) $(name).onchange = drawHeat;
   for (const name of ["chartmask", "chartheads", "chartblocks"]) $(name).onchange = drawLengths;
