@@ -197,12 +197,22 @@ def state(subject: Subject) -> list[Finding]:
     again, foreign = run_interleaved(subject, other)
     circumstance = f"with another case ({_named(other.case)}) in between"
     findings = subject.findings("state", again, circumstance)
-    findings += other.wrong("state", foreign, f"in another case ({_named(other.case)}) right after this one")
+    findings += _of_neighbour(other, foreign)
     if not findings:
         findings += subject.findings("state", subject.run(subject.case, subject.inputs), f"after another case ({_named(other.case)})")
     if not findings and not subject.is_slow:
         findings += subject.findings("state", refilled(subject), "with new values in memory that held others in the call before")
     return findings
+
+
+def _of_neighbour(other: Subject, foreign: Result) -> list[Finding]:
+    """What is wrong with another case that ran right after this one, and whether it is wrong by itself: then nothing may have been kept."""
+    found = other.wrong("state", foreign)
+    if not found:
+        return []
+    alone = "which is right when it runs alone" if other.is_right else "which is wrong when it runs once more alone, too"
+    circumstance = f"in another case ({_named(other.case)}) right after this one, {alone}"
+    return [replace(finding, message=f"{circumstance}: {finding.message}") for finding in found]
 
 
 def refilled(subject: Subject) -> Result:
@@ -230,9 +240,11 @@ def neighbours(case: Case) -> Iterator[Case]:
     """
     rng = Random(case.seed)
     masks: list[Mask | None] = [reversed_lengths(case.mask)] if case.seed % 4 < 2 else []
+    own = (case.seqlen_q, case.seqlen_kv)
     for step in (0, 7, -3) if case.seed % 2 else (7, -3, 0):
-        if step <= 0 or min(case.seqlen_q, case.seqlen_kv) >= TINY:
-            masks.append(_resampled(case.mask, rng, max(1, case.seqlen_q + step), max(1, case.seqlen_kv + step)))
+        lengths = (max(1, own[0] + step), max(1, own[1] + step))
+        if min(own) >= TINY or (lengths[0] <= own[0] and lengths[1] <= own[1]):
+            masks.append(_resampled(case.mask, rng, *lengths))
     masks.append(case.mask)
     scale = OTHER_SCALE if case.scale != OTHER_SCALE else 2 * OTHER_SCALE
     for mask in masks:

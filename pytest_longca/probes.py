@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_longca.case import Case, Direction, Layout
+from pytest_longca.case import OPERANDS, Case, Direction, Layout
 from pytest_longca.inputs import TORCH_DTYPES, Inputs, shapes
 from pytest_longca.judge import Result
 from pytest_longca.limits import rounding_of
@@ -198,7 +198,12 @@ def support(subject: Subject) -> list[Finding]:
         case = replace(case, batch=1)
     chosen = _choose_rows(case, INTERPRETED_TILES if subject.is_slow else None)
     inputs, asked = _support_inputs(case, chosen, subject.machine.device)
+    before = {name: getattr(inputs, name).clone() for name in OPERANDS}
     result = run_copies(subject, case, inputs)
+    # What is due is read from the operands: first of all they must be as they were.
+    written = [name for name in OPERANDS if not torch.equal(getattr(inputs, name), before[name])]
+    if written:
+        return [Finding("support", name, f"the call wrote to the operand {name}: operands are read-only") for name in written]
     return _judge_support(case, asked, inputs, result)
 
 
@@ -335,7 +340,11 @@ def _common_factor(case: Case, got: Tensor, value: Tensor, wrong: Tensor) -> str
     """What all wrong elements were multiplied by, and what that number is, if it is one."""
     usable = wrong & (value != 0)
     ratio = got[usable] / value[usable]
-    if not len(ratio) or not bool(((ratio - ratio[0]).abs() <= 1e-2 * ratio[0].abs()).all()) or float(ratio[0]) == 0:
+    if not len(ratio) or float(ratio[0]) == 0:
+        return ""
+    # Of what is off by its precision there is no factor: the ratios differ by as much as they are away from 1.
+    apart = torch.minimum(1e-2 * ratio[0].abs(), (ratio[0] - 1).abs() / 2)
+    if not bool(((ratio - ratio[0]).abs() <= apart).all()):
         return ""
     known = {"the scale": case.scale, "the group": case.group, "2": 2.0, "ln 2": LN_2}
     for name, number in known.items():

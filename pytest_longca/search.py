@@ -17,6 +17,7 @@ from pytest_longca.outcome import Crashed, KnownWrong, Passed, TimedOut, Unsuppo
 if TYPE_CHECKING:
     from pytest_longca.case import Case
     from pytest_longca.checks import Verification
+    from pytest_longca.outcome import Outcome
     from pytest_longca.session import Session
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
@@ -54,7 +55,7 @@ class Search:
     def _verification(self, case: "Case") -> "Verification | None":
         if case.id in self._seen:
             return self._seen[case.id]
-        if self.failed and not self._left.get(type(self.failed[1].outcome), 1):
+        if self.failed and not self._is_worth_shrinking(self.failed[1].outcome):
             return None
         verification = self._session.verify(self._kernel, case, self._checks)
         kind = type(verification.outcome)
@@ -63,6 +64,10 @@ class Search:
         self._seen[case.id] = verification
         self.findings.add(case, verification)
         return verification
+
+    def _is_worth_shrinking(self, outcome: "Outcome") -> bool:
+        """Not where workers have died often enough, nor what did not come back: which smaller case fails too would be luck."""
+        return bool(self._left.get(type(outcome), 1)) and not (isinstance(outcome, Wrong) and not outcome.reproducible)
 
 
 def drawn_cases(session: "Session", kernel: str, mask: str) -> "list[Case]":

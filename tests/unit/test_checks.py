@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from pytest_longca.checknames import CHECK_INFO, DEFAULT, PROBES, select_checks
 from pytest_longca.checks import CHECKS, Verification, verify
 from pytest_longca.errors import DidNotRun, InvalidArgument
 from pytest_longca.faults import FAULTS
+from pytest_longca.faulty import Grads, Hooked, make_faulty
+from pytest_longca.hazards import neighbours
 from pytest_longca.inputs import Inputs
 from pytest_longca.kernel import AutogradCall, Call, Kernel
 from pytest_longca.kernels.naive import Naive
@@ -201,7 +204,44 @@ def test_a_state_that_spoils_every_later_call_is_reproducible() -> None:
 
     verification = verify(Lagging(), replace(CASE, mask=Full(9, 9)), CPU, ["truth", "state"])
     assert {finding.check for finding in verification.findings} == {"state"}
+    assert "right after this one, which is right when it runs alone: " in verification.findings[0].message
     assert isinstance(verification.outcome, Wrong) and verification.outcome.reproducible
+
+
+def test_a_neighbour_that_is_wrong_by_itself_is_said_to_be() -> None:
+    class UsualScaleOnly(Naive):
+        """Ignores the scale: this case has the usual one, its neighbours have not."""
+
+        def bind(self, case: Case, inputs: Inputs) -> AutogradCall:
+            return super().bind(replace(case, scale=0.0), inputs)
+
+    findings = verify(UsualScaleOnly(), replace(CASE, mask=Full(9, 9)), CPU, ["truth", "state"]).findings
+    assert {finding.check for finding in findings} == {"state"}
+    assert all("right after this one, which is wrong when it runs once more alone, too: " in finding.message for finding in findings)
+
+
+def test_a_case_without_tokens_has_no_neighbour_with_tokens() -> None:
+    for seed, lengths in product(range(4), [(0, 0), (0, 50), (1, 1), (3, 2)]):
+        found = [case.mask for case in neighbours(replace(CASE, mask=Causal(*lengths), seed=seed))]
+        assert all(mask.seqlen_q <= lengths[0] and mask.seqlen_kv <= lengths[1] for mask in found)
+
+
+def test_what_is_written_to_an_operand_is_said_first() -> None:
+    def bind(inner: Kernel, case: Case, inputs: Inputs) -> Call:
+        call = inner.bind(case, inputs)
+
+        def after_backward(*grads: torch.Tensor) -> Grads:
+            inputs.q[-1, -1] += 1
+            return grads[0], grads[1], grads[2]
+
+        return Hooked(call, after_backward=after_backward)
+
+    kernel = make_faulty(Naive(), "q_written_last", bind)
+    findings = verify(kernel, CASE, CPU, ["examples"]).findings
+    assert str(findings[0]).startswith("guard: q: the call wrote to") and len(findings) > 1
+    assert [str(finding) for finding in verify(kernel, CASE, CPU, ["support"]).findings] == [
+        "support: q: the call wrote to the operand q: operands are read-only"
+    ]
 
 
 def test_a_kernel_that_promises_determinism_is_held_to_every_bit() -> None:

@@ -88,6 +88,8 @@ def test_support_names_a_constant_factor() -> None:
     case = Case(mask=Full(12, 12), heads_q=6, heads_kv=2, head_dim=32)
     doubled = make_faulty(Naive(), "doubled", wrong_grad("dk", lambda case, grad: 2 * grad))
     assert ": all 2 times what is due, which is 2" in verify(doubled, case, CPU, ["support"]).findings[0].message
+    rounded = make_faulty(Naive(), "rounded", wrong_grad("dk", lambda case, grad: grad.bfloat16().float()))
+    assert "times what is due" not in verify(rounded, case, CPU, ["support"]).findings[0].message
 
 
 def test_probes_are_not_asked_where_they_have_nothing_to_say() -> None:
