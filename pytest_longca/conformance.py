@@ -147,6 +147,8 @@ def finish(
         lines += [_standalone(session, kernel, case, verification)] if session.options.repro else []
     findings.facts |= _drawing(case, verification) if isinstance(outcome, Wrong) else {}
     keep(item, record(session, stage, kernel, case.mask.name, outcome, findings, **about))
+    if stage == "case":
+        must_run(outcome, session, kernel)
     conclude(outcome, "\n".join([failure_text(kernel, case, verification), *lines]))
 
 
@@ -198,12 +200,22 @@ def conclude(outcome: Outcome, message: str) -> None:
             assert_never(outcome)
 
 
+def must_run(outcome: Outcome, session: "Session", kernel: str) -> None:
+    """Fail where a case that was asked for by its id did not run on a kernel that was asked for by its name: nobody would see a skip."""
+    if session.options.kernels is not None and isinstance(outcome, Unsupported | NotInstalled):
+        pytest.fail(f"{kernel} does not run this case: {outcome}", pytrace=False)
+
+
 def record_refusal(item: pytest.Item, outcome: Outcome) -> NoReturn:
-    """Record a cell that is refused before anything runs, and skip its test."""
+    """Record a cell that is refused before anything runs, and skip its test, or fail it where it must run."""
     kernel, mask, case = _about(item.callspec.params)  # type: ignore[attr-defined]  # the suite's items and refused ones are parametrized
     if kernel and mask:  # an item of the selftest, and the one that says that no known failure is due, are about no cell
         stage = stage_of(item) or "case"
         keep(item, Record(stage=stage, kernel=kernel, mask=mask, case=case, outcome=outcome.to_json(), reason=str(outcome)))
+    if "longca_replayed" in item.callspec.params:  # type: ignore[attr-defined]  # as above
+        from pytest_longca.plugin import session_of
+
+        must_run(outcome, session_of(item.config), kernel)
     pytest.skip(str(outcome))
 
 

@@ -98,6 +98,20 @@ def test_records_that_cannot_be_written_go_elsewhere_and_the_run_says_where(judg
     assert first < progress < last, "it is said before anything runs, and where the user looks at the end"
     fallback = Path(result.outlines[last].rsplit(" ", 1)[1])
     assert json.loads(fallback.read_text())["kernel"] == "naive"
+@pytest.mark.parametrize(
+    ("kernel", "says"),
+    [
+        ("refusing", "refusing does not run this case: unsupported: no kernel for so long a sequence"),
+        ("flex", "flex does not run this case: unsupported: *"),
+        ("fa3", "fa3 does not run this case: not installed: *"),
+    ],
+)
+def test_a_named_case_that_a_named_kernel_does_not_run_is_red_and_says_why(run: Run, kernel: str, says: str) -> None:
+    result = run(f"--longca-kernels={kernel}", "--longca-case=causal(seqlen_q=20,seqlen_kv=20)/b1/h2:2/d32/fp32/fwd_bwd/s0")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines([says])
+
+
     fallback.unlink()
 
 
