@@ -64,6 +64,20 @@ def test_cases_that_are_refused_when_they_run_do_not_end_a_cell(judge: Run) -> N
         )
 
 
+@pytest.mark.parametrize(
+    ("kernel", "says"),
+    [
+        ("refusing", "refusing does not run this case: unsupported: no kernel for so long a sequence"),
+        ("flex", "flex does not run this case: unsupported: *"),
+        ("fa3", "fa3 does not run this case: not installed: *"),
+    ],
+)
+def test_a_named_case_that_a_named_kernel_does_not_run_is_red_and_says_why(run: Run, kernel: str, says: str) -> None:
+    result = run(f"--longca-kernels={kernel}", "--longca-case=causal(seqlen_q=20,seqlen_kv=20)/b1/h2:2/d32/fp32/fwd_bwd/s0")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines([says])
+
+
 def test_a_refusal_hides_no_failure(judge: Run) -> None:
     judge("--longca-kernels=picky_wrong", "--longca-examples=20", "-k", "examples").assert_outcomes(failed=1)
 
@@ -98,21 +112,8 @@ def test_records_that_cannot_be_written_go_elsewhere_and_the_run_says_where(judg
     assert first < progress < last, "it is said before anything runs, and where the user looks at the end"
     fallback = Path(result.outlines[last].rsplit(" ", 1)[1])
     assert json.loads(fallback.read_text())["kernel"] == "naive"
-@pytest.mark.parametrize(
-    ("kernel", "says"),
-    [
-        ("refusing", "refusing does not run this case: unsupported: no kernel for so long a sequence"),
-        ("flex", "flex does not run this case: unsupported: *"),
-        ("fa3", "fa3 does not run this case: not installed: *"),
-    ],
-)
-def test_a_named_case_that_a_named_kernel_does_not_run_is_red_and_says_why(run: Run, kernel: str, says: str) -> None:
-    result = run(f"--longca-kernels={kernel}", "--longca-case=causal(seqlen_q=20,seqlen_kv=20)/b1/h2:2/d32/fp32/fwd_bwd/s0")
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines([says])
-
-
     fallback.unlink()
+    assert result.ret == ELSEWHERE, "nothing is lost, and a job that reads the file is not told that all is well"
 
 
 @pytest.mark.parametrize(
@@ -132,4 +133,3 @@ def test_a_hook_that_is_wrong_is_a_usage_error(run: Run, pytester: pytest.Pytest
     result = run("--longca-masks=causal", "--longca-kernels=naive")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     pytest.LineMatcher(result.errlines + result.outlines).fnmatch_lines([says])
-    assert result.ret == ELSEWHERE, "nothing is lost, and a job that reads the file is not told that all is well"
