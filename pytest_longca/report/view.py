@@ -6,6 +6,7 @@ from dataclasses import asdict, astuple
 from typing import Any
 
 from pytest_longca.drawing import svg_of_facts
+from pytest_longca.machine import CPU
 from pytest_longca.report.figures import (
     SHARED,
     fraction_of_peak,
@@ -115,7 +116,7 @@ def _row(record: Record, strings: Strings, is_trusted: bool) -> list[Any]:
         "peak_bytes": record.peak_bytes,
         "plan_ms": record.plan_ms,
         "compile_ms": record.compile_ms,
-        "launch_ms": record.launch_ms,
+        "launch_ms": None if record.device == CPU.name else record.launch_ms,  # there the host launches nothing: it computes
         "error": _number(worst_error(record)),
         "errors": [[verdict["tensor"], _number(verdict.get("error_over_limit"))] for verdict in record.verdicts],
         "is_trusted": int(is_trusted),

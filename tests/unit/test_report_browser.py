@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.unit.test_parallel_scaling import scaling_records
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = "<img src=x onerror=document.title='taken'></script><script>document.title='taken'</script>"
+REPLAY = "pytest --longca-kernels=naive --longca-case='full(seqlen_q=16,seqlen_kv=20)/b2/h4:2/d64/bf16/fwd_bwd/s0'"
 OFFLINE = ("disable-background-networking", "disable-component-update", "disable-sync")
 FLAGS = ("headless", "no-sandbox", "disable-gpu", "no-first-run", *OFFLINE)
 LENGTHS = (1024, 4096, 16384)
@@ -37,13 +39,22 @@ find.dispatchEvent(new Event("input", { bubbles: true }));
 said.found = document.documentElement.dataset.records;
 find.value = "";
 find.dispatchEvent(new Event("input", { bubbles: true }));
-const cells = () => [...document.querySelectorAll("#records tbody tr")].map(row => Number(row.cells[SORTED].textContent)).filter(Boolean);
+const reason = document.querySelector("#records tr.below .reason").getBoundingClientRect();
+said.reason = [reason.left >= 0, reason.right <= document.documentElement.clientWidth];
+const rows = () => [...document.querySelectorAll("#records tbody tr:not(.below)")];
+const cells = () => rows().map(row => Number(row.cells[SORTED].textContent)).filter(Boolean);
 const header = () => [...document.querySelectorAll("#records thead button")].find(button => button.textContent === "TFLOP/s");
 const SORTED = [...document.querySelectorAll("#records thead th")].findIndex(th => th.textContent === "TFLOP/s");
 header().click();
 said.descending = cells().slice(0, 3);
 header().click();
 said.ascending = cells().slice(0, 3);
+said.first = document.querySelector("main section").id;
+said.failures = [...document.querySelectorAll("#failures .failure")].map(failure => failure.querySelector("h3").textContent);
+said.failed = document.querySelector("#failures .failure").textContent;
+said.failedDrawn = document.querySelectorAll("#failures svg").length;
+document.querySelector("#failures .replay button").click();
+said.selected = getSelection().toString();
 document.querySelector("#heat td.wrong button").click();
 said.detail = document.getElementById("detail").textContent;
 said.drawn = [...document.querySelectorAll("#detail .drawings svg path")].filter(path => path.getBBox().width > 0).length;
@@ -68,7 +79,7 @@ def records(count: int) -> list[Record]:
         verdicts = [{"tensor": "out", "error_over_limit": 0.3}]
         found.append(Record(stage="timing", outcome=Passed().to_json(), verdicts=verdicts, **common, **figures))
     drawing = {"title": HOSTILE, "cells": ["#.", "##"], "wrong_rows": [1], "wrong_keys": []}
-    wrong = {"outcome": Wrong(f"slow and off {HOSTILE}").to_json(), "facts": {"drawing": drawing}}
+    wrong = {"outcome": Wrong(f"slow and off {HOSTILE}").to_json(), "facts": {"drawing": drawing}, "replay": REPLAY}
     found[0] = Record(stage="examples", kernel="naive", mask="full", **wrong)
     found[1] = Record(stage="examples", kernel=HOSTILE, mask="full", outcome=Unsupported("takes no mask").to_json())
     return found
@@ -104,9 +115,62 @@ def test_page_draws_filters_and_sorts_and_treats_names_as_data(size: str, tmp_pa
     assert said["descending"] == sorted(said["descending"], reverse=True)
     assert said["ascending"] == sorted(said["ascending"])
     assert said["ascending"][0] < said["descending"][0]
+    assert (said["first"], said["failures"]) == ("failures", ["naive on full: disagrees with the reference"])
+    assert "slow and off <img" in said["failed"]
+    assert (said["failedDrawn"], said["selected"]) == (1, REPLAY)
+    assert said["reason"] == [True, True], "on the page, and not beyond its right edge"
     assert "slow and off <img" in said["detail"]
     assert said["drawn"] == 2, "the visible tiles and the wrong row"
     assert said["width"] <= 0, "nothing but the tables scrolls sideways"
+
+
+COLUMNS_PROBE = """
+<script>
+const heads = id => [...document.querySelectorAll(`#${id} th[scope=col]`)].map(th => th.textContent).filter(Boolean);
+const rows = [...document.querySelectorAll("#fastest tbody tr")].map(row => [...row.cells].map(cell => cell.textContent));
+const said = { errors: window.pageErrors, fastest: heads("fastest"), records: heads("records"), plan: heads("plan"), rows };
+said.failures = document.getElementById("failures").hidden;
+said.rough = document.getElementById("rough").hidden;
+const output = document.createElement("output");
+output.id = "said";
+output.textContent = JSON.stringify(said);
+document.body.append(output);
+</script>
+"""
+
+
+def said_of_columns(found: list[Record], folder: Path) -> dict[str, Any]:
+    match = re.search(r'<output id="said">(.*?)</output>', dumped(probed(html_report(found), COLUMNS_PROBE), folder), re.DOTALL)
+    assert match
+    said: dict[str, Any] = json.loads(match[1])
+    assert said["errors"] == []
+    return said
+
+
+def timed(kernel: str, samples: list[float], **more: Any) -> Record:
+    values = {"mask": "causal", "case": "c", "direction": "fwd", "flop": 10**11, "samples_ms": samples, "plan_ms": 1.0, "launch_ms": 0.1}
+    return Record(**{"stage": "timing", "kernel": kernel, "outcome": Passed().to_json(), **values, **more})
+
+
+def test_columns_that_no_record_fills_are_left_out_and_so_is_what_a_cpu_does_not_launch(tmp_path: Path) -> None:
+    said = said_of_columns([timed("naive", [1.0] * 30, device="CPU")], tmp_path)
+    assert said["fastest"] == ["mask", "kernel", "TFLOP/s", "ms", "pass", "shape"]
+    assert not {"of peak", "memory", "reason"} & set(said["records"])
+    assert said["plan"] == ["kernel", "mask", "shape", "pass", "plan (ms)", "in calls", "call (ms)"]
+    assert said["failures"] and said["rough"]
+
+
+def test_columns_that_a_record_fills_are_there_and_kernels_that_overlap_are_tied(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"device": "NVIDIA H200", "peak_bytes": 2**30, "peaks": {"matmul_tflop_per_s": 800.0}, "compile_ms": 5.0}
+    rough = {"facts": {"shared_machine": True}}
+    found = [timed("naive", [2.0, 2.1, 2.2], **more), timed("sdpa", [2.05, 2.15, 2.25], **more, **rough), timed("flex", [4.2] * 3, **more)]
+    said = said_of_columns(found, tmp_path)
+    assert said["fastest"] == ["mask", "kernel", "TFLOP/s", "ms", "next", "pass", "shape", "of peak", "memory"]
+    assert said["plan"][-3:] == ["compile (ms)", "launch (ms)", "call (ms)"]
+    (row,) = said["rows"]
+    assert row[1] == "naive"
+    assert row[4] == "tied with sdpa, then flex (2x the time)"
+    assert not said["rough"]
 
 
 SCALING_PROBE = """

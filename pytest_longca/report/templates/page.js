@@ -64,8 +64,9 @@ function isVisible(record) {
 // Tables ------------------------------------------------------------------------------------------------------------------
 
 class Table {
-  constructor(parent, columns, { page, sort = null, descending = false }) {
-    Object.assign(this, { parent, columns, page, sort, descending, shown: page, rows: [] });
+  // `below` makes what is too long for a column: a line of its own under the row, at the left edge.
+  constructor(parent, columns, { page, sort = null, descending = false, below = () => null }) {
+    Object.assign(this, { parent, columns, page, sort, descending, below, shown: page, rows: [] });
   }
   show(rows) {
     this.rows = rows;
@@ -96,9 +97,13 @@ class Table {
     const value = column.get(row), shown = column.node ? column.node(row) : (column.text || digits)(value);
     return make("td", { class: [column.number ? "number" : "", column.style ? column.style(row) : ""].join(" ").trim() }, shown);
   }
+  lines(row) {
+    const below = this.below(row), line = make("tr", below ? { class: "above" } : {}, ...this.columns.map(column => this.cell(column, row)));
+    return below ? [line, make("tr", { class: "below" }, make("td", { colspan: this.columns.length }, below))] : [line];
+  }
   draw() {
     const rows = this.sorted().slice(0, this.shown);
-    const body = make("tbody", {}, ...rows.map(row => make("tr", {}, ...this.columns.map(column => this.cell(column, row)))));
+    const body = make("tbody", {}, ...rows.flatMap(row => this.lines(row)));
     const table = make("table", {}, make("thead", {}, make("tr", {}, ...this.columns.map((column, i) => this.header(column, i)))), body);
     const parts = [make("div", { class: "scroll" }, table)];
     if (this.shown < this.rows.length) {
@@ -112,8 +117,11 @@ class Table {
 
 const plain = name => ({ name, get: r => r[name], text: value => value || "" });
 const number = (name, label, text = digits) => ({ name: label, get: r => r[name], text, number: true });
-const why = record => make("div", { class: "reason" }, record.reason, record.reason && record.replay ? make("br") : null,
-  record.replay && record.kind !== "passed" ? make("code", {}, record.replay) : null);
+const optional = column => ({ ...column, isOptional: true });
+const isFilled = value => value !== null && value !== undefined && value !== "";
+const filled = (columns, records) => columns.filter(column => !column.isOptional || records.some(r => isFilled(column.get(r))));
+const why = record => record.reason || (record.replay && record.kind !== "passed") ? make("div", { class: "reason" }, record.reason,
+  record.reason && record.replay ? make("br") : null, record.replay && record.kind !== "passed" ? make("code", {}, record.replay) : null) : null;
 const word = record => DATA.marks[record.kind].word;
 const tone = record => ({ red: "bad", green: "good" })[DATA.marks[record.kind].colour] || "";
 
@@ -177,7 +185,7 @@ function showDetail(kernel, mask) {
   const timed = make("div");
   $("detail").hidden = false;
   $("detail").replaceChildren(make("h3", {}, `${kernel} on ${mask}: ${DATA.marks[CELLS.get(kernel + "\n" + mask)].meaning}`), ...lines, ...replays, make("div", { class: "drawings" }, ...drawings), timed);
-  new Table(timed, COLUMNS.slice(2, -1), { page: 12 }).show(records);
+  new Table(timed, COLUMNS.slice(2), { page: 12 }).show(records);
 }
 
 // Charts ------------------------------------------------------------------------------------------------------------------
@@ -367,6 +375,48 @@ function drawErrors() {
   section.querySelector(".charts").replaceChildren(svg);
 }
 
+// Failures ----------------------------------------------------------------------------------------------------------------
+
+const FAILED = RECORDS.filter(r => DATA.marks[r.kind].colour === "red"), SHOWN_FAILURES = 20;
+
+// One for each kernel and reason, with the first drawing and replay that a record of it has.
+function failures() {
+  const groups = new Map();
+  for (const record of FAILED.filter(isVisible)) {
+    const key = record.kernel + "\n" + record.reason;
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(record);
+  }
+  return [...groups.values()];
+}
+
+function copied(text) {
+  const code = make("code", {}, text), button = make("button", { type: "button" }, "Copy");
+  button.onclick = () => {
+    getSelection().selectAllChildren(code);
+    button.textContent = document.execCommand("copy") ? "Copied" : "Selected";
+  };
+  return make("p", { class: "replay" }, button, code);
+}
+
+function failure(records) {
+  const first = records[0], replay = records.map(r => r.replay).find(Boolean), drawing = records.map(r => r.drawing).find(Boolean);
+  const title = `${first.kernel} on ${unique(records.map(r => r.mask)).join(", ")}: ${DATA.marks[first.kind].meaning}`;
+  return make("article", { class: "failure" }, make("h3", {}, title), make("p", { class: "reason" }, first.reason),
+    replay ? copied(replay) : null, drawing ? make("div", { class: "drawings" }, drawn(drawing)) : null);
+}
+
+function drawFailures(shown = SHOWN_FAILURES) {
+  $("failures").hidden = !FAILED.length;
+  const found = failures(), articles = found.slice(0, shown).map(failure);
+  if (shown < found.length) {
+    const more = make("button", { type: "button" }, `Show more (${found.length - shown} hidden)`);
+    more.onclick = () => drawFailures(shown + SHOWN_FAILURES);
+    articles.push(more);
+  }
+  $("failures").querySelector("div").replaceChildren(...(found.length ? articles : [make("p", { class: "quiet" }, "None among the records shown.")]));
+}
+
 // The other sections ------------------------------------------------------------------------------------------------------
 
 // Two kernels whose middle samples overlap are tied: which is the faster one would be noise.
@@ -409,34 +459,34 @@ function drawGate() {
 }
 
 const RANKS = RECORDS.some(r => r.world > 1) ? [number("world", "ranks")] : [];
-const COLUMNS = [
+const OF_DEVICE = [optional(number("of_peak", "of peak", percent)), optional(number("peak_bytes", "memory", bytes))];
+const COLUMNS = filled([
   plain("kernel"), plain("mask"), plain("stage"),
   { name: "outcome", get: word, text: value => value, style: tone },
   { name: "pass", get: r => r.direction, text: value => value },
   plain("shape"), ...RANKS, number("examples", "cases"), number("median_ms", "ms"),
   { name: "p20 to p80", get: r => r.p20_ms, number: true, node: r => r.p20_ms === null ? "" : `${digits(r.p20_ms)} to ${digits(r.p80_ms)}` },
-  number("tflop_per_s", "TFLOP/s"), number("of_peak", "of peak", percent), number("peak_bytes", "memory", bytes), number("error", "error / limit"),
-  { name: "reason", get: r => r.reason, node: why },
-];
+  number("tflop_per_s", "TFLOP/s"), ...OF_DEVICE, number("error", "error / limit"),
+], RECORDS);
 
-const RECORD_TABLE = new Table($("records").querySelector("div"), COLUMNS, { page: 50 });
-const FASTEST = new Table($("fastest").querySelector("div"), [
-  plain("mask"), plain("kernel"), number("tflop_per_s", "TFLOP/s"), number("median_ms", "ms"), { name: "pass", get: r => r.direction, text: value => value },
-  plain("shape"), ...RANKS, number("of_peak", "of peak", percent), number("peak_bytes", "memory", bytes), { name: "next", get: r => r.second, text: value => value },
-], { page: 28 });
-const PLAN = new Table($("plan").querySelector("div"), [
+const RECORD_TABLE = new Table($("records").querySelector("div"), COLUMNS, { page: 50, below: why });
+const FASTEST = new Table($("fastest").querySelector("div"), filled([
+  plain("mask"), plain("kernel"), number("tflop_per_s", "TFLOP/s"), number("median_ms", "ms"), optional({ name: "next", get: r => r.second, text: value => value }),
+  { name: "pass", get: r => r.direction, text: value => value }, plain("shape"), ...RANKS, ...OF_DEVICE,
+], fastestRows()), { page: 28 });
+const PLAN = new Table($("plan").querySelector("div"), filled([
   plain("kernel"), plain("mask"), plain("shape"), { name: "pass", get: r => r.direction, text: value => value }, number("plan_ms", "plan (ms)"),
-  { name: "in calls", get: r => r.median_ms ? r.plan_ms / r.median_ms : null, number: true }, number("compile_ms", "compile (ms)"), number("launch_ms", "launch (ms)"), number("median_ms", "call (ms)"),
-], { page: 12, sort: 4, descending: true });
-const GATE = new Table($("gate").querySelector("div"), [
+  { name: "in calls", get: r => r.median_ms ? r.plan_ms / r.median_ms : null, number: true }, optional(number("compile_ms", "compile (ms)")), optional(number("launch_ms", "launch (ms)")), number("median_ms", "call (ms)"),
+], RECORDS), { page: 12, sort: 4, descending: true });
+const GATE = new Table($("gate").querySelector("div"), filled([
   { name: "verdict", get: r => r[0], text: value => value, style: r => r[0] === "ok" ? "good" : "bad" },
   { name: "case", get: r => r[1], node: r => make("div", { class: "reason" }, make("code", {}, r[1])) },
-  ...["time", "memory", "error"].map((name, i) => ({ name, get: r => r[3 + i], number: true, text: signed })),
-  { name: "why", get: r => r[2], node: r => make("div", { class: "reason" }, r[2]) },
-], { page: 15 });
+  ...["time", "memory", "error"].map((name, i) => optional({ name, get: r => r[3 + i], number: true, text: signed })),
+], DATA.gate ? DATA.gate.rows : []), { page: 15, below: r => r[2] ? make("div", { class: "reason" }, r[2]) : null });
 
 function drawAll() {
   const visible = RECORDS.filter(isVisible);
+  drawFailures();
   drawGate();
   drawHeat();
   drawLengths();
