@@ -41,10 +41,12 @@ def count_lines(comparison: Comparison) -> list[str]:
 def conclusion(comparison: Comparison) -> str:
     """The exit status in words."""
     failing = [verdict for verdict in Verdict if verdict in set(comparison.verdicts) - comparison.allowed]
+    if comparison.exit_code == 2 and not failing:
+        return _nothing_gated(comparison)
     text = {
         0: "no regression",
         1: f"REGRESSED ({_names(verdict for verdict in failing if verdict in REGRESSIONS)})",
-        2: f"NOT COMPARABLE ({_names(failing)})" if failing else _nothing_gated(comparison),
+        2: f"NOT COMPARABLE ({_names(failing)})",
     }
     partly = [{finding.verdict for finding in row.findings} & UNTOLD for row in comparison.rows]
     why = _names(verdict for verdict in Verdict if any(verdict in found for found in partly))
@@ -53,7 +55,8 @@ def conclusion(comparison: Comparison) -> str:
 
 
 def _nothing_gated(comparison: Comparison) -> str:
-    return f"NOTHING GATED: 0 of {len(comparison.timings)} timings ({_names(sorted(set(comparison.timings)))})"
+    advice = "give a limit that can be held here, or allow them by name"
+    return f"NOTHING GATED: 0 of {len(comparison.timings)} timings ({_names(sorted(set(comparison.timings)))}): {advice}"
 
 
 def _is_told(finding: Finding) -> bool:

@@ -38,7 +38,7 @@ MEANING: dict[Verdict, str] = {
     Verdict.NOT_COMPARABLE: "too few processes or samples to say anything",
     Verdict.THROTTLED: "the GPU held itself back while it was timed",
     Verdict.ADDED: "is not in the baseline, so nothing guards it",
-    Verdict.TOO_NOISY: "a limit can be held from 8 times the spread between processes on: its half, the cut, is 4 spreads away then",
+    Verdict.TOO_NOISY: "its processes differ too much: a limit must be 8 times their spread, so that the cut at its half is 4 spreads away",
     Verdict.OK: "no worse than the baseline",
 }
 
