@@ -212,7 +212,9 @@ def _of_neighbour(other: Subject, foreign: Result) -> list[Finding]:
         return []
     alone = "which is right when it runs alone" if other.is_right else "which is wrong when it runs once more alone, too"
     circumstance = f"in another case ({_named(other.case)}) right after this one, {alone}"
-    return [replace(finding, message=f"{circumstance}: {finding.message}") for finding in found]
+    # Its rows are no rows of this case, whose picture is drawn.
+    about: dict[str, Any] = {"place": None, "neighbour": None if other.is_right else _named(other.case)}
+    return [replace(finding, message=f"{circumstance}: {finding.message}", **about) for finding in found]
 
 
 def refilled(subject: Subject) -> Result:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import FlakyFailure
 
 from pytest_longca.checknames import select_checks
-from pytest_longca.conformance import Findings, finish, finish_cell, known
+from pytest_longca.conformance import Findings, accused, finish, finish_cell, known
 from pytest_longca.errors import CheckFailed
 from pytest_longca.outcome import Crashed, KnownWrong, Passed, TimedOut, Unsupported, Wrong
 
@@ -32,7 +32,7 @@ class Search:
         self._session = session
         self._kernel = kernel
         self._checks = select_checks(session.options.checks, "examples")
-        self._seen: dict[str, Verification] = {}
+        self._seen: dict[str, tuple[Case, Verification]] = {}
         self._left: dict[type, int] = {Crashed: RESTARTS, TimedOut: HANGS}
         self.findings = Findings()
         self.failed: tuple[Case, Verification] | None = None
@@ -43,16 +43,18 @@ class Search:
 
         A known failure is kept and the search goes on: it must not hide another one. Nor must a case that is refused when it runs.
         """
-        verification = self._verification(case)
-        if verification is None or isinstance(verification.outcome, Passed | Unsupported):
+        judged = self._judged(case)
+        if judged is None or isinstance(judged[1].outcome, Passed | Unsupported):
             return
-        if isinstance(known(self._session, self._kernel, case, verification.outcome), KnownWrong):
-            self.excused = self.excused or (case, verification)
+        blamed, verification = judged
+        if isinstance(known(self._session, self._kernel, blamed, verification.outcome), KnownWrong):
+            self.excused = self.excused or judged
             return
-        self.failed = (case, verification)
+        self.failed = judged
         raise _failure(_signature(verification))
 
-    def _verification(self, case: "Case") -> "Verification | None":
+    def _judged(self, case: "Case") -> "tuple[Case, Verification] | None":
+        """A drawn case's verification, with the case that it is about: its neighbour where only that is wrong."""
         if case.id in self._seen:
             return self._seen[case.id]
         if self.failed and not self._is_worth_shrinking(self.failed[1].outcome):
@@ -61,9 +63,9 @@ class Search:
         kind = type(verification.outcome)
         if kind in self._left:
             self._left[kind] -= 1
-        self._seen[case.id] = verification
         self.findings.add(case, verification)
-        return verification
+        self._seen[case.id] = accused(self._session, self._kernel, case, verification)
+        return self._seen[case.id]
 
     def _is_worth_shrinking(self, outcome: "Outcome") -> bool:
         """Not where workers have died often enough, nor what did not come back: which smaller case fails too would be luck."""

@@ -34,6 +34,40 @@ def test_a_wrong_dk_is_named_shrunk_drawn_and_can_be_replayed(judge: Run) -> Non
     again.assert_outcomes(failed=1)
 
 
+USUAL = "causal(seqlen_q=20,seqlen_kv=20)/b1/h2:2/d64/fp32/fwd_bwd/s2"
+
+
+def test_a_neighbour_that_is_wrong_by_itself_is_the_case_that_fails(judge: Run) -> None:
+    result = judge("--longca-kernels=usual_scale", f"--longca-case={USUAL}")
+    result.assert_outcomes(failed=1)
+    output = result.stdout.str()
+    assert re.search(r"usual_scale is wrong: truth: out: batch .*looks like scale 1/sqrt\(head_dim\), not 0\.61", output)
+    assert "right after this one" not in output
+    replay = re.search(r"replay: pytest --longca-kernels=usual_scale --longca-case='(.*/s3/scale=0\.61)'", output)
+    assert replay and f"case: {replay[1]}" in output
+    again = judge("--longca-kernels=usual_scale", f"--longca-case={replay[1]}")
+    again.assert_outcomes(failed=1)
+
+
+def test_a_search_shrinks_to_a_neighbour_that_is_wrong_by_itself(judge: Run) -> None:
+    result = judge("--longca-kernels=usual_scale", "-k", "examples")
+    result.assert_outcomes(failed=1)
+    output = result.stdout.str()
+    assert re.search(r"usual_scale is wrong: truth: .*", output)
+    replay = re.search(r"replay: .*seqlen_q=(\d+).*/scale=", output)
+    assert replay and int(replay[1]) <= 3
+
+
+def test_a_neighbour_that_only_a_kept_scale_spoils_is_told_as_state(judge: Run) -> None:
+    result = judge("--longca-kernels=kept_scale", f"--longca-case={USUAL}")
+    result.assert_outcomes(failed=1)
+    output = result.stdout.str()
+    assert re.search(r"kept_scale is wrong: state: out: in another case \(.*\) right after this one", output)
+    assert f"replay: pytest --longca-kernels=kept_scale --longca-case='{USUAL}'" in output
+    picture = output[output.index("queries (down)") : output.index("replay:")]
+    assert "<" not in picture and "X" not in picture
+
+
 def test_a_failure_tells_each_finding_once_with_its_check_and_tensor() -> None:
     case = Case(mask=Causal(2, 2))
     findings = [Finding("count", "out", "reads key 1"), Finding("support", "dq", "is not due")]
