@@ -330,10 +330,15 @@ def _wrong_value(case: Case, asked: Support, due: Due, got: Tensor, wrong: Tenso
     number = int(wrong.any(-1).sum())
     message = (
         f"do is non-zero in query {row} of head {head} alone: {text} ({value:.4g}, due {float(due.value[element]):.4g}); "
-        f"{number} such places{_common_factor(case, got, due.value, wrong)}"
+        f"{_such_places(number)}{_common_factor(case, got, due.value, wrong)}"
     )
     keys = {} if due.tensor == "dq" else {"keys": wrong[copy].any(-1).nonzero().flatten().tolist()[:64]}
     return Finding("support", due.tensor, message, {"batch": 0, "head": head, "rows": [row], **keys})
+
+
+def _such_places(number: int) -> str:
+    """How many places there are of which one is told and drawn."""
+    return "the only such place" if number == 1 else f"the first of {number} such places"
 
 
 def _common_factor(case: Case, got: Tensor, value: Tensor, wrong: Tensor) -> str:
@@ -363,6 +368,6 @@ def _stray_gradient(asked: Support, due: Due, rest: Tensor) -> Finding:
     what = f"query {position} of head {head}" if due.tensor == "dq" else f"key {position} of key/value head {head}"
     why = "k = 0" if due.tensor == "dq" and due.half == 0 else "q = 0" if due.tensor == "dk" and due.half == 1 else "that head's do is 0"
     alone = f"do is non-zero in query {row} of head {query_head} alone"
-    message = f"{alone}: {what} gets a {due.tensor} of {value:.4g}, and {why}; {len(places)} such places"
+    message = f"{alone}: {what} gets a {due.tensor} of {value:.4g}, and {why}; {_such_places(len(places))}"
     side = {"rows": [position]} if due.tensor == "dq" else {"rows": [row], "keys": [position]}
     return Finding("support", due.tensor, message, {"batch": 0, "head": query_head, **side})
