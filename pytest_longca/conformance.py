@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from pytest_longca.session import Session
 
 
-FAILURES = pytest.StashKey[dict[tuple[str, str], Outcome]]()
-"""Of this process: what failed first for a kernel and a mask."""
+FAILURES = pytest.StashKey[dict[tuple[str, str], tuple[Outcome, str]]]()
+"""Of this process: what failed first for a kernel and a mask, and the line that replays it."""
 
 
 @dataclass
@@ -143,7 +143,7 @@ def finish(
     about = {"case": case.id, "shape": shape_of(case), "direction": str(case.direction), "replay": replay}
     lines = [f"replay: {replay}"]
     if isinstance(outcome, Wrong | Crashed | TimedOut):
-        item.config.stash.setdefault(FAILURES, {}).setdefault((kernel, case.mask.name), outcome)
+        item.config.stash.setdefault(FAILURES, {}).setdefault((kernel, case.mask.name), (outcome, replay))
         lines += [_standalone(session, kernel, case, verification)] if session.options.repro else []
     findings.facts |= _drawing(case, verification) if isinstance(outcome, Wrong) else {}
     keep(item, record(session, stage, kernel, case.mask.name, outcome, findings, **about))
@@ -152,8 +152,8 @@ def finish(
     conclude(outcome, "\n".join([failure_text(kernel, case, verification), *lines]))
 
 
-def failure_of(item: pytest.Item, kernel: str, mask: str) -> Outcome | None:
-    """What failed first for a kernel and a mask in this process, if anything did."""
+def failure_of(item: pytest.Item, kernel: str, mask: str) -> tuple[Outcome, str] | None:
+    """What failed first for a kernel and a mask in this process, if anything did, and the line that replays it."""
     return item.config.stash.get(FAILURES, {}).get((kernel, mask))
 
 

@@ -29,9 +29,11 @@ def run_timing(item: pytest.Item, session: "Session", benchmark: Any, kernel: st
     Nor is a case of a mask on which the kernel failed before: no report would print its speed, and one failure is told once.
     """
     case = parse_case(case_id, session.catalogue.masks())
-    if failure := failure_of(item, kernel, case.mask.name):
+    if failed := failure_of(item, kernel, case.mask.name):
+        failure, replay_of_failure = failed
         kind, _, _ = str(failure).partition(":")
-        _leave_untimed(item, session, benchmark, kernel, case, NotVerified(f"not timed: verification failed on the mask ({kind})"))
+        untimed = NotVerified(f"not timed: verification failed on the mask ({kind})")
+        _leave_untimed(item, session, benchmark, kernel, case, untimed, replay_of_failure)
     began, before = time.monotonic(), dict(session.spent)
     verification, findings = session.verify(kernel, case, ("truth",)), Findings()
     findings.add(case, verification)
@@ -79,8 +81,10 @@ def _timed(item: pytest.Item, session: "Session", benchmark: Any, kernel: str, c
     return answer
 
 
-def _leave_untimed(item: pytest.Item, session: "Session", benchmark: Any, kernel: str, case: "Case", outcome: Outcome) -> None:
-    """Record a case whose timing came to nothing, and end the test."""
+def _leave_untimed(
+    item: pytest.Item, session: "Session", benchmark: Any, kernel: str, case: "Case", outcome: Outcome, replay: str | None = None
+) -> None:
+    """Record a case whose timing came to nothing, and end the test. `replay` is the line of what failed, where it was another case."""
     decline(benchmark)
     record = Record(
         stage="timing",
@@ -94,7 +98,7 @@ def _leave_untimed(item: pytest.Item, session: "Session", benchmark: Any, kernel
         device=session.machine.name,
         versions=versions(session.catalogue.kernel(kernel)),
         commit=commit(),
-        replay=replay_line(kernel, case),
+        replay=replay or replay_line(kernel, case),
     )
     keep(item, record)
     conclude(outcome, f"{kernel} after being timed: {outcome}\ncase: {case.id}")

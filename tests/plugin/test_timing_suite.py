@@ -72,6 +72,8 @@ def test_a_kernel_fails_once_on_a_mask_and_its_timings_say_that_they_were_not_ma
     reasons = [record["reason"] for record in untimed]
     assert reasons[-3:] == ["not verified: not timed: verification failed on the mask (wrong)"] * 3
     assert not any(record["samples_ms"] for record in untimed)
+    (failed,) = (record for record in records() if record["outcome"]["kind"] == "wrong")
+    assert {record["replay"] for record in untimed} == {failed["replay"]}, "the case that fails, not one that may pass"
     result.stdout.fnmatch_lines(["wrong_dk: not verified: not timed: verification failed on the mask (wrong)*"])
 
 
