@@ -218,7 +218,9 @@ class Option:
 
 
 OPTIONS: tuple[Option, ...] = (
-    Option("kernels", names, "kernels to judge, by name; default: all that this machine has", "NAMES"),
+    Option(
+        "kernels", names, "kernels to judge, by name; default: all that this machine has, for mechanisms none that is interpreted", "NAMES"
+    ),
     Option("masks", names, "masks, by name or group (regular, heterogeneous, static, block, all); default: all, or the preset's", "NAMES"),
     Option("case", text, "replay one case: its id, as a failure prints it", "ID"),
     Option("list", text, "print which kernel takes which mask, and why not; run nothing", is_flag=True),

@@ -66,14 +66,26 @@ class Session:
 
     @functools.cached_property
     def kernels(self) -> tuple[str, ...]:
-        """The kernels to judge: those asked for, or all that are installed and run on this kind of device."""
+        """The kernels to judge: those asked for, or all that are installed and run on this kind of device.
+
+        For mechanisms these are the block kernels among them; one that the CPU interprets takes minutes a cell, and must be asked for.
+        """
         wanted = _picked("kernels", "kernel", self.options.kernels, self.catalogue.kernel_names)
         if self.options.kernels is not None:
             return wanted
         return tuple(name for name in wanted if self._is_at_home(self.catalogue.kernel(name)))
 
     def _is_at_home(self, kernel: "Kernel") -> bool:
-        return kernel.missing() is None and self.machine.device in kernel.capabilities.devices
+        if kernel.missing() is not None:
+            return False
+        if not self.mechanisms:
+            return self.machine.device in kernel.capabilities.devices
+        from pytest_longca.parallel.kernel import find_block_kernel, serves_blocks
+
+        is_interpreted = kernel.is_triton and self.machine.interpret
+        if is_interpreted or not serves_blocks(kernel.name, self.catalogue):
+            return False
+        return self.machine.device in find_block_kernel(kernel.name, self.catalogue).capabilities.devices
 
     @functools.cached_property
     def masks(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from pytest_longca.errors import DidNotRun, InvalidArgument
 from pytest_longca.mask import Form
 from pytest_longca.outcome import Outcome, Passed, Unsupported, Wrong
 from pytest_longca.parallel.check import run_parallel
-from pytest_longca.parallel.kernel import BLOCK_KERNELS, offers_blocks
+from pytest_longca.parallel.kernel import find_block_kernel, serves_blocks
 from pytest_longca.parallel.mechanisms import Mesh
 from pytest_longca.parallel.pool import Ranks
 from pytest_longca.parallel.setup import Sharing, check
@@ -50,15 +50,19 @@ def rows(session: "Session") -> Iterator[Any]:
 
 def refusal(session: "Session", kernel: str, mask: str, sharing: Sharing) -> Outcome | None:
     """Why the ranks cannot share the cell, found before any process starts."""
-    if kernel not in BLOCK_KERNELS and not offers_blocks(session.catalogue.kernel(kernel)):
-        return Unsupported(f"{kernel} offers no block_forward and block_backward; {', '.join(BLOCK_KERNELS)} do")
+    if not serves_blocks(kernel, session.catalogue):
+        others = [name for name in session.catalogue.kernel_names if serves_blocks(name, session.catalogue)]
+        return Unsupported(f"{kernel} offers no block_forward and block_backward; {', '.join(others)} do")
     if Form.ROW_INTERVALS not in session.catalogue.mask(mask).forms:
         return Unsupported(f"context parallel takes {Form.ROW_INTERVALS}, and {mask} has no such form")
     if missing := session.catalogue.kernel(kernel).missing():
         return missing
+    capabilities = find_block_kernel(kernel, session.catalogue).capabilities
     try:
         for case in shared_cases(session, mask):
             check(case, sharing)
+            if reason := capabilities.refusal(case, session.machine):
+                return Unsupported(f"as a block kernel, {kernel} {reason}")
     except InvalidArgument as error:
         return Unsupported(str(error))
     return None

@@ -48,7 +48,7 @@ def judge_case(world: World, request: dict[str, Any]) -> dict[str, Any]:
     case, sharing = parse_case(request["case"], catalogue.masks()), sharing_from_json(request["sharing"])
     kernel = find_block_kernel(request["kernel"], catalogue)
     if reason := kernel.capabilities.refusal(case, world.machine):
-        return {"outcome": Unsupported(f"{kernel.name} {reason}").to_json()}
+        return {"outcome": Unsupported(f"as a block kernel, {kernel.name} {reason}").to_json()}
     shards = shards_of(case, sharing)
     return judge_bound(world, case, shards, bind(case, sharing, world, kernel, shards))
 

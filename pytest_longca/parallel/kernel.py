@@ -50,6 +50,11 @@ def offers_blocks(kernel: Kernel) -> bool:
     return hasattr(kernel, "block_forward") and hasattr(kernel, "block_backward")
 
 
+def serves_blocks(name: str, catalogue: Catalogue) -> bool:
+    """Whether a kernel of the catalogue can be shared among ranks: by a block kernel of its name, or its own two methods."""
+    return name in BLOCK_KERNELS or offers_blocks(catalogue.kernel(name))
+
+
 def find_block_kernel(name: str, catalogue: Catalogue | None = None) -> BlockKernel:
     """The block kernel of that name, of a "module:attribute" path, or a catalogue's own kernel that offers blocks.
 

@@ -122,6 +122,21 @@ def test_what_cannot_be_shared_is_skipped_with_its_reason(shared: Run) -> None:
         "sdpa offers no",
     ):
         assert words in said(result)
+    offers = next(line for line in said(result).splitlines() if "SKIPPED" in line and "sdpa offers no" in line)
+    assert "flashmask" in offers and "fa2_torch" not in offers, "what --longca-kernels does not know is not recommended"
+
+
+def test_what_a_block_kernel_refuses_is_told_before_any_rank_starts(shared: Run) -> None:
+    result = shared("--longca-mechanisms=ulysses", "--longca-kernels=flex", "--longca-dtypes=fp32", "-rs")
+    result.assert_outcomes(skipped=1)
+    assert "as a block kernel, flex runs on cuda only" in said(result)
+
+
+def test_without_names_a_cpu_shares_what_it_does_not_interpret(run: Run) -> None:
+    result = run("--longca-mechanisms=ulysses", "--longca-world-sizes=2", "--longca-masks=causal,full", "--collect-only", "-q")
+    assert [line for line in result.outlines if "::" in line] == [
+        f"longca/test_parallel.py::test_shared[ulyssesx2-naive-{mask}]" for mask in ("causal", "full")
+    ]
 
 
 @pytest.mark.parametrize(
