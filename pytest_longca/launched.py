@@ -1,8 +1,11 @@
-"""A session that torchrun started on every rank: which ranks there are, and that all but rank 0 are silent. Imports no torch."""
+"""What others do to a session: torchrun starts it on every rank, all but rank 0 silent, and a signal ends it. Imports no torch."""
 
 import dataclasses
 import io
 import os
+import signal
+import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -29,6 +32,26 @@ def muted(options: Options) -> Options:
 def agreement(options: Options) -> str:
     """What must be the same on every rank, or they would run different cells and wait for each other."""
     return repr({name: sorted(value) if isinstance(value, frozenset) else value for name, value in muted(options).values.items()})
+
+
+def interrupted_by_sigterm() -> Callable[[], None]:
+    """Let the first SIGTERM, of a `timeout` or a cluster's end, interrupt pytest as Ctrl-C does, with summary, page and no litter.
+
+    Gives the function that puts the old handler back, as the first SIGTERM does too. Elsewhere than in the main thread nothing is changed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    before = signal.getsignal(signal.SIGTERM)
+
+    def restore() -> None:
+        signal.signal(signal.SIGTERM, before)
+
+    def interrupt(number: int, frame: object) -> None:
+        restore()
+        raise KeyboardInterrupt("SIGTERM")
+
+    signal.signal(signal.SIGTERM, interrupt)
+    return restore
 
 
 class Silence:

@@ -9,7 +9,7 @@ import pytest
 from pytest_longca import hookspecs
 from pytest_longca.collector import Collector
 from pytest_longca.errors import LongcaError
-from pytest_longca.launched import Silence, is_silent, muted
+from pytest_longca.launched import Silence, interrupted_by_sigterm, is_silent, muted
 from pytest_longca.options import OPTIONS, Option, Options, parse
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     if config.stash[OPTIONS_KEY].typed and not hasattr(config, "workerinput"):
         session_of(config)
+        config.add_cleanup(interrupted_by_sigterm())
 
 
 def _raw(config: pytest.Config, option: Option) -> str | None:

@@ -54,9 +54,7 @@ class Worker:
         self._sources = [source.to_json() for source in sources]
         self._process: Any = None
         self._connection: Connection | None = None
-        descriptor, name = tempfile.mkstemp(prefix="longca-worker-", suffix=".log")
-        os.close(descriptor)
-        self._stderr = Path(name)
+        self._stderr: Path | None = None
 
     @property
     def pid(self) -> int | None:
@@ -78,16 +76,15 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """Kill the worker and whatever it started."""
+        """Kill the worker and whatever it started; its log goes with it."""
         if self._process is None:
             return
         kill_group(self._process)
         if self._connection:
             self._connection.close()
-        self._process = self._connection = None
-
-    def __del__(self) -> None:
-        self._stderr.unlink(missing_ok=True)
+        if self._stderr:
+            self._stderr.unlink(missing_ok=True)
+        self._process = self._connection = self._stderr = None
 
     def _answer(self, connection: Connection, timeout_s: float) -> dict[str, Any]:
         ready = wait([connection, self._process.sentinel], timeout_s)
@@ -103,14 +100,18 @@ class Worker:
 
     def _post_mortem(self) -> Crashed:
         self._process.join(5)
-        code = self._process.exitcode
+        assert self._stderr is not None, "a process has its log"
+        found = Crashed(f"the worker {how_it_ended(self._process.exitcode)}", head_and_tail(self._stderr))
         self.close()
-        return Crashed(f"the worker {how_it_ended(code)}", head_and_tail(self._stderr))
+        return found
 
     def _started(self) -> Connection:
         if self._process is not None and self._process.is_alive() and self._connection:
             return self._connection
         self.close()
+        descriptor, name = tempfile.mkstemp(prefix="longca-worker-", suffix=".log")
+        os.close(descriptor)
+        self._stderr = Path(name)
         ours, theirs = multiprocessing.Pipe()
         self._process = start(serve, (theirs, self._sources, list(sys.path), str(self._stderr)))
         theirs.close()

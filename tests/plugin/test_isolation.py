@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,12 +86,12 @@ def test_the_mode_says_which_process_runs_a_case(run: Run, pytester: pytest.Pyte
 
 
 @contextmanager
-def sleeping_in_a_kernel(path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def sleeping_in_a_kernel(path: Path, *more: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """pytest in a process of its own, and the worker in which its second kernel sleeps."""
     chosen = ("--longca-kernels=noting,sleeping", "--longca-masks=causal", "--longca-examples=2", "--longca-dtypes=fp32")
     options = ("-p", "no:cacheprovider", "-p", "no:randomly", "--benchmark-skip", "--longca-json=records.jsonl", "-k", "examples")
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *chosen], cwd=path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, "-m", "pytest", *options, *chosen, *more], cwd=path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
         yield process, _worker(process, path)
@@ -109,15 +110,34 @@ def _worker(process: "subprocess.Popen[bytes]", path: Path) -> int:
     raise AssertionError(f"the kernel was never called:\n{process.communicate()[0].decode()}")
 
 
-def test_an_interrupt_leaves_no_process_and_keeps_the_records(pytester: pytest.Pytester) -> None:
-    with sleeping_in_a_kernel(pytester.path) as (process, worker):
-        process.send_signal(signal.SIGINT)
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's name, which may have 108 bytes in all."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_no_process_and_no_file_and_keeps_records_summary_and_page(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, short_path: Path, number: signal.Signals
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(short_path))
+    with sleeping_in_a_kernel(pytester.path, "--longca-html=page.html") as (process, worker):
+        process.send_signal(number)
         output = process.communicate(timeout=30)[0].decode()
         assert process.returncode == pytest.ExitCode.INTERRUPTED, output
         assert dies_within(worker, 5)
     records = [json.loads(line) for line in (pytester.path / "records.jsonl").read_text().splitlines()]
     assert [(record["kernel"], record["outcome"]["kind"]) for record in records] == [("noting", "passed")]
-    assert "records: records.jsonl" in output
+    assert "records: records.jsonl" in output and "report: page.html" in output
+    assert "noting" in (pytester.path / "page.html").read_text()
+    assert not [path for path in short_path.iterdir() if path.name.startswith(("longca-", "pymp-"))]
+
+
+def test_the_old_handler_of_sigterm_is_back_after_a_session(run: Run) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    run("--longca-kernels=noting", "--longca-masks=causal", "--collect-only")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_killed_pytest_leaves_no_process_and_keeps_the_records(pytester: pytest.Pytester) -> None:
