@@ -9,7 +9,7 @@ from pytest_longca.report.gate import render_comparison
 from pytest_longca.report.record import Record
 from pytest_longca.report.series import by_key
 from pytest_longca.report.store import read_records, write_records
-from pytest_longca.report.verdict import Comparison, Limits, Verdict
+from pytest_longca.report.verdict import Comparison, Limits, Verdict, percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,4 +67,4 @@ def _too_noisy(records: Sequence[Record], limits: Limits, anchor: str | None) ->
     if not noisy:
         return ""
     differ = f"their processes differ by up to {max(noisy):.1%}, and {NOISE_PER_LIMIT} times that is the least limit that can be held"
-    return f"; but at {limits.slower:.0%} this baseline cannot gate {len(noisy)} of {len(spreads)} cases: {differ}"
+    return f"; but at {percent(limits.slower)} this baseline cannot gate {len(noisy)} of {len(spreads)} cases: {differ}"

@@ -14,7 +14,7 @@ from pytest_longca.errors import InvalidArgument
 from pytest_longca.report.figures import REFUTED
 from pytest_longca.report.record import Record
 from pytest_longca.report.series import Key, Series, by_key, device_and_driver
-from pytest_longca.report.verdict import ALLOWED, Comparison, Finding, Limits, Row, Verdict
+from pytest_longca.report.verdict import ALLOWED, Comparison, Finding, Limits, Row, Verdict, percent
 
 NOISE_PER_LIMIT = 8
 """How many spreads between processes the limit must be: the cut lies at half of it, and must be four spreads away."""
@@ -32,13 +32,19 @@ def compare(
 ) -> Comparison:
     """Compare two files of records. With an `anchor` kernel, times are ratios to its time on the same case in the same run.
 
-    Raises InvalidArgument where the two cannot be compared at all: several devices in one file, or no case in common.
+    Raises InvalidArgument where the two cannot be compared at all: several devices in one file, no case in common, or nothing but
+    the anchor timed.
     """
     limits = limits or Limits()
     run = _same_machine(baseline, new)
     old_series, new_series = by_key(baseline), by_key(new)
     if not old_series.keys() & new_series.keys():
         raise InvalidArgument("the baseline and the new records have no case in common: same kernels, masks, shapes and seed are needed")
+    timed = {key.kernel for key, series in old_series.items() if series.is_timed}
+    if timed == {anchor} and limits.slower is not None:
+        raise InvalidArgument(
+            f"the anchor {anchor} is the only kernel that was timed, so no time could be gated: name another anchor, or none"
+        )
     times = Times(limits, anchor)
     rows = [Row(key, _judge(key, old_series, new_series, limits, times)) for key in sorted(old_series.keys() | new_series.keys())]
     return Comparison(tuple(rows), run, (ALLOWED | allow) - forbid, granted=allow - forbid, limits=limits, anchor=anchor)
@@ -117,9 +123,9 @@ def judge_quantity(
     cut = least_limit if is_noisy else limit / 2
     figures = (before, statistics.median(value for look in looks for value in look), change)
     if change > cut and least - before > floor:
-        return Finding(worse, name, f"{change:+.1%} where {limit:.0%} must be caught", *figures)
+        return Finding(worse, name, f"{change:+.1%} where {percent(limit)} must be caught", *figures)
     if is_noisy:
-        held = f"this machine can hold {math.ceil(100 * least_limit)}%, not {limit:.0%}"
+        held = f"this machine can hold {math.ceil(100 * least_limit)}%, not {percent(limit)}"
         return Finding(Verdict.TOO_NOISY, name, f"{change:+.1%}, noise {noise:.1%}: {held}", *figures)
     return Finding(Verdict.OK, name, f"{change:+.1%}", *figures)
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from pytest_longca.report.verdict import MEANING, REGRESSIONS, UNTOLD, Comparison, Finding, Row, Verdict
+from pytest_longca.report.verdict import MEANING, REGRESSIONS, UNTOLD, Comparison, Finding, Row, Verdict, percent
 
 
 def render_comparison(comparison: Comparison) -> str:
@@ -17,7 +17,7 @@ def basis(comparison: Comparison) -> str:
     """What the answer rests on: the limits, and what a change of time is a change of."""
     limits = comparison.limits
     named = {"slower": limits.slower, "memory": limits.memory, "error": limits.error}
-    text = ", ".join(f"{name} {'off' if limit is None else f'{100 * limit:g}%'}" for name, limit in named.items())
+    text = ", ".join(f"{name} {'off' if limit is None else percent(limit)}" for name, limit in named.items())
     times = (
         f"changes of time are of ratios to {comparison.anchor} in the same run"
         if comparison.anchor

@@ -48,6 +48,15 @@ UNTOLD = frozenset({Verdict.NOT_COMPARABLE, Verdict.THROTTLED, Verdict.TOO_NOISY
 """Verdicts that say that a quantity could not be judged: neither worse nor as good."""
 
 
+def percent(limit: float) -> str:
+    """A limit as it is written in options.
+
+    >>> percent(0.05), percent(0.005)
+    ('5%', '0.5%')
+    """
+    return f"{100 * limit:g}%"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """How much worse is too much: fractions that must be caught, None leaves the quantity alone.

@@ -201,6 +201,16 @@ def test_an_anchor_that_was_not_timed_on_the_case_cannot_tell() -> None:
     assert "beside the anchor sdpa" in result.rows[0].findings[0].reason
 
 
+def test_an_anchor_that_is_the_only_timed_kernel_gates_nothing() -> None:
+    with pytest.raises(InvalidArgument, match="the anchor flex is the only kernel that was timed, so no time could be gated"):
+        compare(run(), run(2), anchor="flex")
+    assert compare(run(), run(2), Limits(slower=None), anchor="flex").exit_code == 0
+
+
+def test_a_limit_of_less_than_a_percent_is_told_as_it_is() -> None:
+    assert "where 0.5% must be caught" in compare(run(), run(2, ms=1.5), Limits(slower=0.005)).rows[0].findings[0].reason
+
+
 def test_floors_keep_tiny_differences_of_tiny_kernels_out() -> None:
     assert only(compare(run(ms=0.01), run(2, ms=0.0106))) is Verdict.OK
     assert only(compare(run(peak_bytes=2**20), run(2, peak_bytes=2**21))) is Verdict.OK
