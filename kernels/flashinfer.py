@@ -68,7 +68,7 @@ class FlashInfer(Kernel):
 
     name = "flashinfer"
     source = "flashinfer-python"
-    requires = (Requirement(distribution="flashinfer-python", at_least="0.6", how="pip install flashinfer-python"),)
+    requires = (Requirement(distribution="flashinfer-python", at_least="0.6", how="pip install 'pytest-longca[flashinfer]'"),)
     capabilities = Capabilities(
         masks=frozenset({Form.BLOCK_MAP}),
         dtypes=frozenset({"bf16", "fp16"}),

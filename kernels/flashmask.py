@@ -86,7 +86,7 @@ class FlashMask(Kernel):
 
     name = "flashmask"
     source = "pytest-longca"
-    requires = (Requirement(distribution="triton", how="pip install triton", at_least="3.6"),)
+    requires = (Requirement(distribution="triton", how="pip install 'pytest-longca[triton]'", at_least="3.6"),)
     capabilities = Capabilities(
         masks=frozenset({Form.ROW_INTERVALS}), dtypes=frozenset({"bf16", "fp16", "fp32"}), head_dims=range(16, 257, 8)
     )

@@ -26,7 +26,7 @@ from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
 
 BLOCK = 64
-FASTVIDEO = Requirement(distribution="fastvideo-kernel", at_least="0.3.2", how="pip install fastvideo-kernel")
+FASTVIDEO = Requirement(distribution="fastvideo-kernel", at_least="0.3.2", how="pip install 'pytest-longca[vsa]'")
 
 
 class Vsa(Kernel):

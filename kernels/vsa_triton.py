@@ -141,7 +141,7 @@ class VsaTriton(Kernel):
 
     name = "vsa_triton"
     source = "pytest-longca"
-    requires = (Requirement(distribution="triton", how="pip install triton"),)
+    requires = (Requirement(distribution="triton", how="pip install 'pytest-longca[triton]'"),)
     capabilities = Capabilities(masks=frozenset({Form.BLOCK_MAP}), dtypes=frozenset({"fp32", "bf16", "fp16"}), head_dims=range(1, 129))
     deterministic = True
     is_triton = True

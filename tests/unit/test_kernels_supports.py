@@ -1,8 +1,10 @@
 """What every dense kernel declares: each refusal with its reason, told without a GPU and without importing a backend."""
 
 import dataclasses
+import re
 import subprocess
 import sys
+import tomllib
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -196,6 +198,15 @@ def test_missing_package_is_reported_with_how_to_install_it(name: str) -> None:
     missing = kernel_named(name).missing()
     assert missing is not None
     assert "is not installed" in missing.reason and "pip install" in missing.how
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_package_that_is_an_extra_is_installed_as_the_extra(name: str) -> None:
+    extras = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    packages = {re.split(r"[<>=\[]", package)[0]: extra for extra, listed in extras.items() for package in listed}
+    for need in kernel_named(name).requires:
+        if extra := packages.get(need.distribution):
+            assert need.how == f"pip install 'pytest-longca[{extra}]'"
 
 
 def test_asking_every_kernel_imports_no_backend() -> None:
