@@ -169,10 +169,11 @@ def paper_rows(records: Sequence[Record], network: Network, rate: float | None =
     return rows
 
 
-def paper_table(records: Sequence[Record]) -> Appendix:
+def paper_table(records: Sequence[Record], kernel: str = "fa2") -> Appendix:
     """The paper's table as the end of a run, with every assumption."""
     network = fitted(records, Network())
-    title = "Context parallel on 8 to 96 GPUs, 8K tokens each, 64:8 heads of 128, bf16: predicted TFLOP/s per GPU"
+    machine = "the GPU of these records" if rates_alone(records, kernel) else "an H200"
+    title = f"Predictions, {kernel} on {machine}: context parallel on 8 to 96 GPUs, 8K tokens each, 64:8 heads of 128, bf16; TFLOP/s a GPU"
     return Appendix(title, (*paper_rows(records, network), *assumptions(records, network)))
 
 

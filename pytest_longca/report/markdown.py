@@ -52,7 +52,7 @@ def _matrix(found: Matrix) -> str:
 
 
 def _word(found: Matrix, kernel: str, mask: str) -> str:
-    return MARKS[found.cells[kernel, mask]].word if (kernel, mask) in found.cells else ""
+    return MARKS[found.cells[kernel, mask]].word
 
 
 def _reasons(found: Matrix) -> str:

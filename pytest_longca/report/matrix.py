@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from pytest_longca.catalogue import KERNELS, MASKS
 from pytest_longca.report.record import Record
@@ -42,7 +43,7 @@ MARKS: dict[str, Mark] = {
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Rows are masks, columns kernels; `cells` holds keys of MARKS."""
+    """Rows are masks, columns kernels; `cells` holds keys of MARKS: every cell one, also those of which there is no record."""
 
     masks: tuple[str, ...]
     kernels: tuple[str, ...]
@@ -77,9 +78,9 @@ def matrix(records: Iterable[Record]) -> Matrix:
     for record in records:
         groups.setdefault((column(record), record.mask), []).append(record)
     return Matrix(
-        masks=_ordered((record.mask for record in records), MASKS),
-        kernels=_ordered((column(record) for record in records), KERNELS),
-        cells={cell: cell_kind(group) for cell, group in groups.items()},
+        masks=masks,
+        kernels=kernels,
+        cells={cell: cell_kind(groups[cell]) if cell in groups else "not_verified" for cell in product(kernels, masks)},
         reasons=tuple(_reasons(records)),
     )
 

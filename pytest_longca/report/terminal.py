@@ -62,9 +62,8 @@ def _cell_width(kernel: str) -> int:
 
 def _cell(found: Matrix, kernel: str, mask: str, paint: Paint) -> str:
     """One cell, padded before it is painted, because colour codes have a length and no width."""
-    kind = found.cells.get((kernel, mask))
-    word, colour = (MARKS[kind].word, MARKS[kind].colour) if kind else ("", "")
-    return " " * (1 + _cell_width(kernel) - len(word)) + (paint(word, colour) if kind else "")
+    mark = MARKS[found.cells[kernel, mask]]
+    return " " * (1 + _cell_width(kernel) - len(mark.word)) + paint(mark.word, mark.colour)
 
 
 def _blocks(kernels: Sequence[str], width: int) -> list[list[str]]:

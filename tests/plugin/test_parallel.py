@@ -83,7 +83,7 @@ def test_the_papers_preset_checks_every_mechanism_and_ends_with_the_predicted_ta
     result = shared("--longca-preset=paper-cp", "--longca-masks=full", "--longca-md=summary.md", "--longca-html=page.html")
     result.assert_outcomes(passed=len(MECHANISMS))
     for text in (said(result), (pytester.path / "summary.md").read_text(), (pytester.path / "page.html").read_text()):
-        assert "predicted TFLOP/s per GPU" in text and "causal_document bwd loongtrain" in text
+        assert "Predictions, fa2 on an H200: context parallel" in text and "causal_document bwd loongtrain" in text
         assert "Predictions, not measurements" in text
 
 

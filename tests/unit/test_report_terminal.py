@@ -68,6 +68,12 @@ def test_a_cell_shows_the_gravest_of_its_outcomes() -> None:
     assert cell_kind([record(), record(outcome=EVERY["unsupported"])]) == "passed"
 
 
+def test_a_cell_that_the_run_did_not_reach_is_not_empty() -> None:
+    text = render([record("flex", "full"), record("naive", "causal")], width=80)
+    assert re.search(r"^full +\? +ok$", text, re.MULTILINE) and re.search(r"^causal +ok +\?$", text, re.MULTILINE)
+    assert re.search(r"^\? +nothing was judged$", text, re.MULTILINE)
+
+
 def test_a_cell_without_any_backward_says_forward_only() -> None:
     assert cell_kind([record(direction="fwd"), record(direction="fwd")]) == FORWARD_ONLY
     assert cell_kind([record(direction="fwd"), record(direction="bwd")]) == "passed"
