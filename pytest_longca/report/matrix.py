@@ -77,6 +77,7 @@ def matrix(records: Iterable[Record]) -> Matrix:
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         groups.setdefault((column(record), record.mask), []).append(record)
+    masks, kernels = _ordered((record.mask for record in records), MASKS), _ordered((column(record) for record in records), KERNELS)
     return Matrix(
         masks=masks,
         kernels=kernels,
