@@ -19,6 +19,7 @@ class Mark:
 
 
 FORWARD_ONLY = "forward_only"
+FORWARD_ASKED = "forward_asked"
 UNTIMED = "untimed"
 WOULD_RUN = "would_run"
 LISTED = "list"
@@ -33,7 +34,8 @@ MARKS: dict[str, Mark] = {
     "not_verified": Mark("?", "yellow", "nothing was judged"),
     "passed": Mark("ok", "green", "outputs and gradients passed"),
     FORWARD_ONLY: Mark("fwd", "green", "passed, forward only"),
-    UNTIMED: Mark("ok*", "green", "passed, and not timed: the reason is told"),
+    FORWARD_ASKED: Mark("fwd*", "green", "passed, forward only, as selected"),
+    UNTIMED: Mark("ok*", "green", "passed, not timed: the reason is told"),
     WOULD_RUN: Mark("run", "green", "would run"),
     "unsupported": Mark("-", "blue", "not supported"),
     "not_installed": Mark("absent", "blue", "not installed"),
@@ -78,12 +80,8 @@ def matrix(records: Iterable[Record]) -> Matrix:
     for record in records:
         groups.setdefault((column(record), record.mask), []).append(record)
     masks, kernels = _ordered((record.mask for record in records), MASKS), _ordered((column(record) for record in records), KERNELS)
-    return Matrix(
-        masks=masks,
-        kernels=kernels,
-        cells={cell: cell_kind(groups[cell]) if cell in groups else "not_verified" for cell in product(kernels, masks)},
-        reasons=tuple(_reasons(records)),
-    )
+    cells = {cell: cell_kind(groups[cell]) if cell in groups else "not_verified" for cell in product(kernels, masks)}
+    return Matrix(masks=masks, kernels=kernels, cells=cells, reasons=tuple(_reasons(records, cells)))
 
 
 def _ordered(names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
@@ -102,9 +100,19 @@ def cell_kind(records: Sequence[Record]) -> str:
     kind = next(kind for kind in MARKS if kind in kinds)
     if kind != "passed":
         return kind
-    if {record.direction for record in passed} == {"fwd"}:
+    forward_alone = {record.direction for record in passed} == {"fwd"}
+    if forward_alone and any(_shows_no_backward(record) for record in records):
         return FORWARD_ONLY
-    return UNTIMED if len(judged) < len(records) else kind
+    if len(judged) < len(records):
+        return UNTIMED
+    return FORWARD_ASKED if forward_alone else kind
+
+
+def _shows_no_backward(record: Record) -> bool:
+    """Whether a record says that the kernel has none: what the suite draws has one where it can; else one is refused."""
+    if record.stage not in ("timing", "case"):
+        return record.kind == "passed"
+    return record.kind == "unsupported" and not {"bwd", "fwd_bwd"}.isdisjoint((record.case or "").split("/"))
 
 
 def _would_run(record: Record) -> bool:
@@ -115,13 +123,15 @@ def _lacks_a_time(record: Record) -> bool:
     return record.kind == "not_verified" and record.stage == "timing"
 
 
-def _reasons(records: Iterable[Record]) -> list[Reason]:
+def _reasons(records: Iterable[Record], cells: dict[tuple[str, str], str]) -> list[Reason]:
     """Reasons of all records that did not pass, one for each kernel and text, the gravest first."""
     order = list(MARKS)
     found: dict[tuple[str, str, str], dict[str, str | None]] = {}
     for record in records:
         if record.kind != "passed" and not _would_run(record):
             key = (record.kind, column(record), _impersonal(record))
+            if _lacks_a_time(record) and MARKS[cells[column(record), record.mask]].colour == "green":
+                key = (UNTIMED, column(record), f"passed, not timed: {record.outcome['reason']}")
             found.setdefault(key, {}).setdefault(record.mask, record.replay)
     return [
         Reason(kernel, kind, text, tuple(masks), next((replay for replay in masks.values() if replay), None))

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
 from pytest_longca.report.figures import Timed, fastest, rate_text, tied
-from pytest_longca.report.matrix import MARKS, Matrix, Reason, column, matrix
+from pytest_longca.report.matrix import MARKS, Matrix, column, matrix
 from pytest_longca.report.record import Record
 
 Paint = Callable[[str, str], str]
@@ -14,7 +14,7 @@ Paint = Callable[[str, str], str]
 COLOURS = {"red": "31", "green": "32", "yellow": "33", "blue": "34"}
 
 NARROWEST = 24
-SHOWN_MASKS = 4
+SHOWN_MASKS = 6
 SHOWN_LINES = 12
 
 
@@ -37,7 +37,7 @@ def render(records: Iterable[Record], width: int | None = None, color: bool = Fa
     paint = ansi if color else plain
     found = matrix(records)
     parts = (
-        reason_lines(found.reasons, width, paint),
+        reason_lines(found, width, paint),
         fastest_lines(records, width),
         matrix_lines(found, width, paint),
         legend_lines(found, paint),
@@ -87,15 +87,31 @@ def legend_lines(found: Matrix, paint: Paint = plain) -> list[str]:
     ]
 
 
-def reason_lines(reasons: Sequence[Reason], width: int, paint: Paint = plain) -> list[str]:
+def reason_lines(found: Matrix, width: int, paint: Paint = plain) -> list[str]:
     """Why cells are not green: each kernel and reason once, with its masks, and the command that replays it."""
     lines: list[str] = []
-    for reason in reasons:
-        masks = ", ".join(reason.masks[:SHOWN_MASKS]) + (f" and {len(reason.masks) - SHOWN_MASKS} more" * (len(reason.masks) > SHOWN_MASKS))
-        lines += _wrapped(f"{reason.kernel}: {reason.text} [{masks}]", width, paint, MARKS[reason.kind].colour)
+    for reason in found.reasons:
+        text = f"{reason.kernel}: {reason.text} [{masks_text(reason.masks, found.masks)}]"
+        lines += _wrapped(text, width, paint, MARKS[reason.kind].colour)
         if reason.replay:
             lines.append(f"  {reason.replay}")
     return lines
+
+
+def masks_text(masks: Sequence[str], of_run: Sequence[str]) -> str:
+    """The masks by name, few at most: those that are left out where they are fewer.
+
+    >>> masks_text(["full", "causal"], ["full", "causal"])
+    'all 2 masks'
+    """
+    others = [mask for mask in of_run if mask not in masks]
+    if not others and len(masks) > 1:
+        return f"all {len(masks)} masks"
+    if len(masks) <= SHOWN_MASKS:
+        return ", ".join(masks)
+    if len(others) < SHOWN_MASKS:
+        return f"all but {', '.join(others)}"
+    return f"{', '.join(masks[:SHOWN_MASKS])} and {len(masks) - SHOWN_MASKS} more"
 
 
 def _wrapped(text: str, width: int, paint: Paint, colour: str) -> list[str]:

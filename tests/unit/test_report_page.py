@@ -154,7 +154,7 @@ def test_markdown_has_the_matrix_the_reasons_and_the_fastest() -> None:
     refused = Record(stage="s", kernel="vsa", mask="causal", outcome=Unsupported("takes a block map").to_json())
     text = markdown([timing(), refused])
     assert "| mask | flex | vsa |" in text
-    assert "| causal | fwd | - |" in text
+    assert "| causal | fwd\\* | - |" in text
     assert "| vsa | unsupported: takes a block map | causal |  |" in text
     assert "| causal | 256 4:2 d64 fp32 | fwd | flex | 2 | 500 TFLOP/s | 62% |  |" in text
 

@@ -1,6 +1,7 @@
 """The terminal summary: every outcome has its word, every reason is told, at any width and in any locale."""
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -21,9 +22,9 @@ from pytest_longca.outcome import (
     Unsupported,
     Wrong,
 )
-from pytest_longca.report.matrix import FORWARD_ONLY, MARKS, UNTIMED, WOULD_RUN, cell_kind, matrix
+from pytest_longca.report.matrix import FORWARD_ASKED, FORWARD_ONLY, MARKS, UNTIMED, WOULD_RUN, cell_kind, matrix
 from pytest_longca.report.record import Record
-from pytest_longca.report.terminal import render
+from pytest_longca.report.terminal import masks_text, render
 
 EVERY: dict[str, Outcome] = {
     "passed": Passed(),
@@ -49,7 +50,7 @@ def timing(kernel: str, ms: float, outcome: Outcome | None = None, **more: Any) 
 
 
 def test_every_outcome_has_a_mark_of_its_own() -> None:
-    besides = {FORWARD_ONLY, UNTIMED, WOULD_RUN}
+    besides = {FORWARD_ONLY, FORWARD_ASKED, UNTIMED, WOULD_RUN}
     assert set(MARKS) == {*OUTCOMES, *besides} == {*EVERY, *besides}
     assert len({mark.word for mark in MARKS.values()}) == len(MARKS)
 
@@ -79,14 +80,29 @@ def test_a_cell_without_any_backward_says_forward_only() -> None:
     assert cell_kind([record(direction="fwd"), record(direction="bwd")]) == "passed"
 
 
+def test_a_cell_whose_backward_was_not_asked_for_says_so() -> None:
+    case = "causal(seqlen_q=8,seqlen_kv=8)/b1/h1:1/d64/bf16"
+    asked = timing("flex", 2.0, case=f"{case}/fwd/s0")
+    refused = record(stage="timing", outcome=EVERY["unsupported"], case=f"{case}/bwd/s0")
+    assert cell_kind([asked]) == FORWARD_ASKED
+    assert cell_kind([asked, record(direction="fwd")]) == FORWARD_ONLY, "no drawn case had a backward"
+    assert MARKS[FORWARD_ASKED].meaning.endswith("forward only, as selected")
+    assert cell_kind([asked, refused]) == FORWARD_ONLY
+    late = record(stage="timing", outcome=NotVerified("outside the budget"), case=f"{case}/bwd/s0")
+    assert cell_kind([asked, late]) == UNTIMED
+
+
 def test_a_cell_that_passed_and_could_not_be_timed_says_so_and_why() -> None:
     missed = record(outcome=NotVerified("interpreted: not verified on hardware"), stage="timing")
     assert cell_kind([record(), missed]) == UNTIMED
     assert cell_kind([missed]) == "not_verified"
     assert cell_kind([record(), record(outcome=EVERY["not_verified"])]) == "not_verified", "examples that did not run are no pass"
     text = render([record(), missed], width=100)
-    assert "flex: not verified: interpreted: not verified on hardware [causal]" in text
-    assert text.endswith("ok*    passed, and not timed: the reason is told")
+    assert "flex: passed, not timed: interpreted: not verified on hardware [causal]" in text
+    assert text.endswith("ok*    passed, not timed: the reason is told")
+    assert "flex: not verified: interpreted" in render([missed])
+    failed = record(outcome=EVERY["wrong"])
+    assert "flex: not verified: interpreted" in render([record(), missed, failed]), "what is wrong besides has not passed"
 
 
 def test_a_reason_that_holds_for_many_masks_is_told_once() -> None:
@@ -94,6 +110,20 @@ def test_a_reason_that_holds_for_many_masks_is_told_once() -> None:
     (reason,) = matrix(records).reasons
     assert reason.masks == tuple(MASKS)
     assert render(records, width=300).count("takes a block map") == 1
+
+
+@pytest.mark.parametrize(
+    ("masks", "says"),
+    [
+        (MASKS, "all 14 masks"),
+        (list(MASKS)[:6], ", ".join(list(MASKS)[:6])),
+        (list(MASKS)[:-2], "all but uniform_block, variable_block"),
+        (list(MASKS)[:8], "full, causal, full_sliding_window, causal_sliding_window, full_document, causal_document and 2 more"),
+    ],
+)
+def test_masks_are_told_in_the_fewest_words(masks: Iterable[str], says: str) -> None:
+    assert masks_text(list(masks), list(MASKS)) == says
+    assert masks_text(["causal"], ["causal"]) == "causal"
 
 
 def test_a_failure_shows_the_line_that_replays_it_unbroken() -> None:

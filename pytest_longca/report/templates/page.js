@@ -163,7 +163,7 @@ function drawHeat() {
 function heatCell(kernel, mask, metric, values, most) {
   const key = kernel + "\n" + mask, kind = CELLS.get(key);
   if (kind === undefined) return make("td");
-  const value = values.get(key), hasValue = value !== undefined && ["passed", "forward_only", "untimed"].includes(kind);
+  const value = values.get(key), hasValue = value !== undefined && ["passed", "forward_only", "forward_asked", "untimed"].includes(kind);
   const button = make("button", { type: "button", title: `${kernel} on ${mask}` }, hasValue ? metric.text(value) : DATA.marks[kind].word);
   if (hasValue) button.style.cssText = heatColour(most ? value / most : 0);
   button.onclick = () => showDetail(kernel, mask);
