@@ -12,9 +12,10 @@ from pytest_longca.checknames import GROUPS
 from pytest_longca.checks import Verification, verify
 from pytest_longca.errors import CheckFailed
 from pytest_longca.faults import FAULTS, Fault
+from pytest_longca.ids import parse_case
 from pytest_longca.kernel import Kernel
 from pytest_longca.machine import CPU, Machine
-from pytest_longca.outcome import Passed
+from pytest_longca.outcome import Passed, Wrong
 from pytest_longca.strategies import MaskClass, cases, mask_class, probe_cases
 
 EXAMPLES = 50
@@ -52,10 +53,23 @@ def hunt(fault: Fault, machine: Machine = CPU, examples: int = EXAMPLES, with_pr
     start, number = time.perf_counter(), 0
     for number, (case, verification) in enumerate(_judged(kernel, mask_class(fault.mask), machine, examples, with_probes), 1):
         if not isinstance(verification.outcome, Passed):
+            case, verification = _accused(fault, machine, case, verification)
             check = verification.findings[0].check if verification.findings else verification.outcome.kind
             message = str(verification.findings[0]) if verification.findings else str(verification.outcome)
             return Catch(fault, check, message, case.id, number, time.perf_counter() - start)
     return Catch(fault, None, "", "", number, time.perf_counter() - start)
+
+
+def _accused(fault: Fault, machine: Machine, case: Case, verification: Verification) -> tuple[Case, Verification]:
+    """As `conformance.accused`: a kernel that is planted anew has kept nothing, as a new process has not."""
+    from pytest_longca.kernels.naive import Naive
+
+    neighbour = verification.findings[0].neighbour if verification.findings else None
+    if neighbour is None:
+        return case, verification
+    other = parse_case(neighbour, {fault.mask: mask_class(fault.mask)})
+    alone = verify(fault.plant(Naive()), other, machine, ("truth",))
+    return (other, alone) if isinstance(alone.outcome, Wrong) else (case, verification)
 
 
 def _judged(kernel: Kernel, mask: MaskClass, machine: Machine, examples: int, with_probes: bool) -> Iterator[tuple[Case, Verification]]:
