@@ -224,6 +224,10 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     if not options.typed:
         return None
     session = session_of(config)
+    if options.selftest:
+        from pytest_longca.faults import FAULTS
+
+        return f"longca: selftest: {len(FAULTS)} known faults, each planted into naive and hunted, {session.machine.name}"
     what = "one case" if options.case else f"{len(session.masks)} mask{'s' * (len(session.masks) > 1)}, preset {options.preset}"
     return f"longca: {', '.join(session.kernels)} on {what}, {session.machine.name}"
 

@@ -85,7 +85,7 @@ def _header(
     lines += ["", f"case: {case.id}", f"seen with: {', '.join(' '.join(pair) for pair in versions.items())}, on {machine.name}"]
     lines += ["", f"Needs {needs}. Makes one call and compares it with the formulas in float64; exits with 1 while a tensor is wrong."]
     lines += [OWN] if is_own else []
-    lines += [] if snippet is not None else [f"{NO_CALL_YET} until it is written into attention(), running it says so and exits with 1."]
+    lines += [] if snippet is not None else [f"{NO_CALL_YET} until it is written into attention(), running it says so and exits with 2."]
     if others := sorted({finding.check for finding in verification.findings} - {"truth"}):
         lines += [f"Found by {', '.join(others)}: that looks at other calls than the one on these operands, so this file may see nothing."]
     return "\n".join(_comment(line) for line in lines)

@@ -134,13 +134,15 @@ def test_a_failure_that_one_call_may_not_show_is_said_to_be_such() -> None:
     assert "Found by state" in source(Masked(), Case(mask=Causal(3, 3), head_dim=8), verification)
 
 
-def test_a_kernel_without_a_call_of_its_own_asks_for_it_and_exits_with_1(tmp_path: Path) -> None:
+def test_a_kernel_without_a_call_of_its_own_asks_for_it_and_exits_with_2(tmp_path: Path) -> None:
     path = write_repro(str(tmp_path), Silent(), Case(mask=Causal(3, 3), head_dim=8), FAILED, CPU, {})
     assert is_without_call(path) and "# The call is not in this file:" in path.read_text()
     asked = subprocess.run([sys.executable, "-I", path], capture_output=True, text=True)
     says = "silent was not called, so nothing was judged: write its call into attention() in this file\n"
-    assert (asked.returncode, asked.stdout, asked.stderr) == (1, "", says)
-    path.write_text(re.sub(r"^    sys.exit\(.silent.*$", "    return (q + k + v) * torch.nan, None", path.read_text(), flags=re.MULTILINE))
+    assert (asked.returncode, asked.stdout, asked.stderr) == (2, "", says)
+    path.write_text(
+        re.sub(r"^    print\(.silent.*\n.*sys.exit\(2\)$", "    return (q + k + v) * torch.nan, None", path.read_text(), flags=re.MULTILINE)
+    )
     filled = subprocess.run([sys.executable, "-I", path], capture_output=True, text=True)
     assert (filled.returncode, filled.stderr) == (1, "wrong: out, dq, dk, dv\n")
     assert not is_without_call(write_repro(str(tmp_path), TopLeft(), Case(mask=Causal(3, 3), head_dim=8), FAILED, CPU, {}))
