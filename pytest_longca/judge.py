@@ -92,20 +92,20 @@ def judge(case: Case, inputs: Inputs, reference: Reference, result: Result, numb
         verdicts.append(verdict)
         if found:
             evidence[name] = found
-    told = [_with_causes(verdict, evidence, verdicts) for verdict in verdicts]
-    return _with_scale(told, case, inputs, result) if numbering is None else told
+    explained = [] if numbering is not None else _right_at_usual_scale(verdicts, case, inputs, result)
+    told = [verdict if verdict.tensor in explained else _with_causes(verdict, evidence, verdicts) for verdict in verdicts]
+    text = f"looks like scale 1/sqrt(head_dim), not {case.scale:.4g}"  # said once, and no other guess beside it
+    return [replace(verdict, message=f"{verdict.message}; {text}") if verdict.tensor in explained[:1] else verdict for verdict in told]
 
 
-def _with_scale(verdicts: list[Verdict], case: Case, inputs: Inputs, result: Result) -> list[Verdict]:
-    """The verdicts, of which the first wrong one that the usual scale makes right says so."""
+def _right_at_usual_scale(verdicts: list[Verdict], case: Case, inputs: Inputs, result: Result) -> list[str]:
+    """The wrong tensors that are right if the case's unusual scale was ignored."""
     usual = replace(case, scale=0.0)
     wrong = [verdict.tensor for verdict in verdicts if not verdict.ok]
     if usual.scale == case.scale or not wrong:
-        return verdicts
+        return []
     right = {verdict.tensor for verdict in judge(usual, inputs, compute(usual, inputs), result) if verdict.ok}
-    explained = next((tensor for tensor in wrong if tensor in right), None)
-    text = f"looks like scale 1/sqrt(head_dim), not {case.scale:.4g}"
-    return [replace(verdict, message=f"{verdict.message}; {text}") if verdict.tensor == explained else verdict for verdict in verdicts]
+    return [tensor for tensor in wrong if tensor in right]
 
 
 def _with_causes(verdict: Verdict, evidence: dict[str, Evidence], verdicts: list[Verdict]) -> Verdict:

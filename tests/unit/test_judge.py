@@ -227,6 +227,7 @@ def test_an_ignored_scale_is_named_once_and_only_where_it_explains_the_tensor() 
     verdicts = bench.spoiled(out=lambda x: ignored.out, lse=lambda x: ignored.lse)
     assert names_of_wrong(verdicts) == ["out", "lse"]
     assert [name for name, verdict in verdicts.items() if text in verdict.message] == ["out"]
+    assert "head map" not in verdicts["out"].message and "times what it should be" not in verdicts["lse"].message, "no other guess"
     assert "looks like scale" not in bench.spoiled(out=lambda x: x * 2)["out"].message
 
 
