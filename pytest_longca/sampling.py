@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -171,6 +172,8 @@ def draw_prefixes(lens: tuple[int, ...], seed: int) -> tuple[int, ...]:
 
 
 MANY_DOCUMENTS = 16
+TILES = (64, 128)
+"""Sizes of the tiles that kernels of packed documents have."""
 
 
 def awkward_edge(rng: Random, total: int) -> int:
@@ -185,11 +188,21 @@ def awkward_lengths(rng: Random, total: int, num: int | None = None) -> tuple[in
     Mostly few; sometimes more than a warp has threads, which is how many a scheduler looks up at a time.
     """
     num = num or rng.choice((1, 2, 2, 3, rng.randint(1, 9), rng.randint(1, 9), rng.randint(24, 48)))
+    if total > TILES[0] and rng.randrange(2):  # every document but the last is whole tiles
+        tile = rng.choice([tile for tile in TILES if tile < total])
+        cuts = [tile * rng.randint(0, total // tile) for _ in range(num - 1)]
+        return _between(cuts, total)
     near = (0, 1, total - 1, total, total // 2)
     tiles = (awkward_edge(rng, total), awkward_edge(rng, total))
     special = () if num > MANY_DOCUMENTS else (*near, *tiles)  # else most of many were empty
-    cuts = sorted(min(total, max(0, rng.choice((*special, rng.randint(0, total), rng.randint(0, total))))) for _ in range(num - 1))
-    return tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
+    cuts = [min(total, max(0, rng.choice((*special, rng.randint(0, total), rng.randint(0, total))))) for _ in range(num - 1)]
+    return _between(cuts, total)
+
+
+def _between(cuts: list[int], total: int) -> tuple[int, ...]:
+    """The lengths between cuts of `total` tokens."""
+    edges = [0, *sorted(cuts), total]
+    return tuple(b - a for a, b in pairwise(edges))
 
 
 def read_lengths(path: str | Path) -> LengthSource:

@@ -79,10 +79,16 @@ def test_prefixes_fit_their_documents(total: int, seed: int) -> None:
     assert tuple(draw(draw_prefixes(draw_lengths(total, seed), seed).recipe)) == prefixes  # type: ignore[attr-defined]  # of a recipe
 
 
-@given(st.integers(0, 50), st.none() | st.integers(1, 9), st.integers(0, 1000))
+@given(st.integers(0, 300), st.none() | st.integers(1, 9), st.integers(0, 1000))
 def test_awkward_lengths_have_the_total_and_number(total: int, num: int | None, seed: int) -> None:
     lens = awkward_lengths(Random(seed), total, num)
     assert sum(lens) == total and min(lens) >= 0 and len(lens) == (num or len(lens))
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+def test_awkward_lengths_are_often_a_whole_tile_with_something_behind_it(tile: int) -> None:
+    drawn = [awkward_lengths(Random(seed), 150, 3) for seed in range(200)]
+    assert sum(tile in lens[:-1] and lens[-1] > 0 for lens in drawn) > 20
 
 
 @pytest.mark.parametrize(
