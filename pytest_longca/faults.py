@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pytest_longca import faults_conditions, faults_masks, faults_tensors
+from pytest_longca import faults_conditions, faults_lengths, faults_masks, faults_tensors
 from pytest_longca.faulty import Bind, Fresh, make_faulty
 from pytest_longca.kernel import Kernel
 
@@ -23,7 +23,7 @@ class Fault:
 
 
 def _faults() -> list[Fault]:
-    rows = [*faults_masks.ROWS, *faults_tensors.ROWS, *faults_conditions.ROWS]
+    rows = [*faults_masks.ROWS, *faults_tensors.ROWS, *faults_lengths.ROWS, *faults_conditions.ROWS]
     return [Fault(name, family, mask, description, bind) for family, name, mask, description, bind in rows]
 
 

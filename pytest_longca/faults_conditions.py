@@ -1,14 +1,14 @@
-"""Faults that show only under a condition: certain lengths, counts, layouts or sizes of values, or what ran before."""
+"""Faults that show only under a condition: certain counts, layouts or sizes of values, or what ran before."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pytest_longca.case import Case
+from pytest_longca.faults_lengths import documents
 from pytest_longca.faulty import (
     Bind,
     Explicit,
@@ -16,9 +16,7 @@ from pytest_longca.faulty import (
     Grads,
     Hooked,
     head_map,
-    other_mask,
     right_heads,
-    wrong_backward_mask,
     wrong_grad,
     wrong_inputs,
     wrong_mask,
@@ -28,89 +26,28 @@ from pytest_longca.inputs import Inputs
 from pytest_longca.kernel import Call, Kernel
 from pytest_longca.mask import MaskMod
 
-TILE = 64
-WARP = 32
-
-
-def _right_edge_lost(case: Case, mod: MaskMod) -> MaskMod:
-    window, off = getattr(case.mask, "window", 0), case.seqlen_kv - case.seqlen_q
-    return mod if window < TILE else lambda b, h, i, j: mod(b, h, i, j) & (j != i + off + window)
-
-
-def _ahead_if_keys_are_more(case: Case, mod: MaskMod) -> MaskMod:
-    off = case.seqlen_kv - case.seqlen_q
-    return lambda b, h, i, j: j <= i + off + int(off > 0)
-
-
-def _leak_at(starts: list[int], mod: MaskMod) -> MaskMod:
-    """The first queries of some documents see the last key of the document before."""
-    return lambda b, h, i, j: mod(b, h, i, j) | (torch.isin(i, torch.tensor(starts or [-1], device=i.device)) & (j == i - 1))
-
-
-def _documents(case: Case) -> list[tuple[int, int]]:
-    """Start and length of each document."""
-    lengths: tuple[int, ...] = getattr(case.mask, "doc_lens")  # noqa: B009  # a field of these mask kinds alone
-    return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
-
-
-def _leak_after_empty(case: Case, mod: MaskMod) -> MaskMod:
-    documents = _documents(case)
-    return _leak_at([start for (_, before), (start, _) in pairwise(documents) if before == 0 and start > 0], mod)
-
-
-def _leak_after_whole_tiles(case: Case, mod: MaskMod) -> MaskMod:
-    documents = _documents(case)
-    return _leak_at([start for (_, before), (start, _) in pairwise(documents) if before and before % TILE == 0], mod)
-
-
-def _beyond_a_warp_lost(case: Case, mod: MaskMod) -> MaskMod:
-    """Documents after the 31st see only their first token."""
-    documents = _documents(case)
-    if len(documents) < WARP:
-        return mod
-    first = documents[WARP - 1][0]
-    return lambda b, h, i, j: mod(b, h, i, j) & ((i < first) | (j == first))
-
-
-def _prefix_of_whole_tiles(mask: Any) -> Any:
-    is_whole = mask.prefix and mask.prefix % 16 == 0 and mask.prefix < mask.seqlen_q
-    return replace(mask, prefix=mask.prefix + 1) if is_whole else mask
-
-
-def _prefix_of_first_only(mask: Any) -> Any:
-    return replace(mask, prefixes=(*mask.prefixes[:1], *(0 for _ in mask.prefixes[1:])))
-
 
 def _map_of_group(case: Case, mod: MaskMod) -> MaskMod:
     return lambda b, h, i, j: mod(b, h // case.group * case.group, i, j)
 
 
-def _taken_for_uniform(mask: Any) -> Any:
-    """Key blocks as if all had one size, where their sum is a multiple of a tile."""
-    total, number = mask.seqlen_kv, len(mask.block_sizes_kv)
-    even = tuple(total // number + int(at < total % number) for at in range(number))
-    return mask if total % TILE else replace(mask, block_sizes_kv=even)
-
-
-def _beyond_four_tiles_lost(case: Case, mod: MaskMod) -> MaskMod:
-    return lambda b, h, i, j: mod(b, h, i, j) & (j < 4 * TILE)
-
-
-def _splits_lost(case: Case, mod: MaskMod) -> MaskMod:
-    """With as few queries as decoding has, only the first split of the keys is read."""
-    return _beyond_four_tiles_lost(case, mod) if case.seqlen_q <= 4 else mod
-
-
-def _first_tile_hidden(case: Case, inputs: Inputs, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Rows that see nothing of the first 128 keys: exp(-inf - -inf)."""
-    visible = case.mask.dense(out.device).expand(case.batch, case.heads_q, -1, -1)
-    is_lost = ~visible[..., : 2 * TILE].any(-1) & visible.any(-1)
-    return out.masked_fill(is_lost.transpose(1, 2)[..., None], float("nan")), lse
-
-
 def _first_half_if_four(case: Case, x: Tensor) -> Tensor:
     grouped: Tensor = x.unflatten(2, (case.heads_kv, case.group)).double()
     return (grouped[:, :, :, : case.group // 2] if case.group % 4 == 0 else grouped).sum(3).to(x.dtype)
+
+
+def _without_last_of_seven(case: Case, x: Tensor) -> Tensor:
+    grouped: Tensor = x.unflatten(2, (case.heads_kv, case.group)).double()
+    return (grouped[:, :, :, :-1] if case.group == 7 else grouped).sum(3).to(x.dtype)
+
+
+def _unpadded_batch_stride(case: Case, inputs: Inputs) -> Inputs:
+    """q's batch stride is that of rows without padding."""
+    q = inputs.q
+    if not case.head_dim < q.stride(2) < 2 * case.head_dim:
+        return inputs
+    strides = (case.seqlen_q * case.heads_q * case.head_dim, *q.stride()[1:])
+    return Inputs(q.as_strided(q.shape, strides, q.storage_offset()), inputs.k, inputs.v, inputs.do)
 
 
 def _single_do_halved(inner: Kernel, case: Case, inputs: Inputs) -> Call:
@@ -171,6 +108,11 @@ def _other_heads_lse(case: Case, inputs: Inputs, out: Tensor, lse: Tensor | None
     return out, None if lse is None else lse.roll(1, 1)
 
 
+def _one_key_in_base_2(case: Case, inputs: Inputs, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    has_one = (case.mask.dense(out.device).sum(-1) == 1).expand(case.batch, case.heads_q, -1)
+    return out, None if lse is None else torch.where(has_one, lse / torch.log(torch.tensor(2.0)).to(lse), lse)
+
+
 def _one_key_nan(case: Case, dq: Tensor) -> Tensor:
     has_one = (case.mask.dense(dq.device).sum(-1) == 1).expand(case.batch, case.heads_q, -1)
     return dq.masked_fill(has_one.transpose(1, 2)[..., None], float("nan"))
@@ -224,67 +166,7 @@ def _second_forward_halved(inner: Kernel, case: Case, inputs: Inputs) -> Call:
 
 
 ROWS: list[tuple[str, str, str, str, Bind | Fresh]] = [
-    (
-        "window",
-        "window_right_exclusive",
-        "full_sliding_window",
-        "a window of a tile or more lacks its last key",
-        wrong_mask(_right_edge_lost),
-    ),
-    (
-        "alignment",
-        "causal_ahead_if_longer",
-        "causal",
-        "with more keys than queries, a query sees the next position",
-        wrong_mask(_ahead_if_keys_are_more),
-    ),
-    (
-        "document",
-        "document_leak_after_empty",
-        "full_document",
-        "the document after an empty one sees the one before",
-        wrong_mask(_leak_after_empty),
-    ),
-    (
-        "document",
-        "document_leak_after_tiles",
-        "causal_document",
-        "the document after one of whole tiles sees it",
-        wrong_mask(_leak_after_whole_tiles),
-    ),
-    ("document", "documents_beyond_warp", "causal_document", "documents after the 31st are lost", wrong_mask(_beyond_a_warp_lost)),
-    (
-        "prefix",
-        "prefix_of_tiles_long",
-        "prefix_lm_causal",
-        "a prefix of whole tiles is one token too long",
-        other_mask(_prefix_of_whole_tiles),
-    ),
-    ("prefix", "prefix_first_only", "prefix_lm_document", "only the first document has its prefix", other_mask(_prefix_of_first_only)),
     ("block map", "block_map_of_group", "uniform_block", "each head has the map of its group's first head", wrong_mask(_map_of_group)),
-    (
-        "block map",
-        "blocks_taken_for_uniform",
-        "variable_block",
-        "blocks that sum to whole tiles are taken for equal",
-        other_mask(_taken_for_uniform),
-    ),
-    ("tile", "keys_beyond_lost", "full", "keys after the fourth tile of 64 are not read", wrong_mask(_beyond_four_tiles_lost)),
-    (
-        "tile",
-        "keys_beyond_lost_backward",
-        "causal",
-        "the backward does not read keys after the fourth tile of 64",
-        wrong_backward_mask(_beyond_four_tiles_lost),
-    ),
-    ("tile", "key_splits_lost", "full", "with few queries only the first split of the keys is read", wrong_mask(_splits_lost)),
-    (
-        "tile",
-        "first_tile_hidden",
-        "causal_document",
-        "rows that see nothing of the first 128 keys give NaN",
-        wrong_results(_first_tile_hidden),
-    ),
     (
         "head group",
         "group_of_four_halved",
@@ -292,6 +174,7 @@ ROWS: list[tuple[str, str, str, str, Bind | Fresh]] = [
         "of groups of 4 and 8 heads only half reach dk and dv",
         head_map(right_heads, _first_half_if_four),
     ),
+    ("head group", "group_of_seven_cut", "causal", "groups of 7 lack their last head", head_map(right_heads, _without_last_of_seven)),
     (
         "head map",
         "heads_beyond_32",
@@ -301,6 +184,13 @@ ROWS: list[tuple[str, str, str, str, Bind | Fresh]] = [
     ),
     ("strides", "do_single_ignored", "full", "a do of one number (that of out.sum()) is read wrongly", _single_do_halved),
     ("strides", "k_shared_ignored", "causal", "a k that the batch shares is read for its first element", wrong_inputs(_shared_read_once)),
+    (
+        "strides",
+        "q_padding_ignored",
+        "full",
+        "the batch stride of a q with padded rows is that of rows without",
+        wrong_inputs(_unpadded_batch_stride),
+    ),
     ("scale", "scale_backward_usual", "full", "the backward has the usual scale whatever the forward's", _backward_of_usual_scale),
     (
         "softmax",
@@ -321,6 +211,7 @@ ROWS: list[tuple[str, str, str, str, Bind | Fresh]] = [
         wrong_grad("dq", _last_8_zero),
     ),
     ("lse", "lse_of_other_head", "full", "lse is that of the head before", wrong_results(_other_heads_lse)),
+    ("lse", "lse_one_key_base_2", "causal", "lse of rows that see one key is in base 2", wrong_results(_one_key_in_base_2)),
     (
         "state",
         "scale_kept_by_shape",
@@ -334,7 +225,7 @@ ROWS: list[tuple[str, str, str, str, Bind | Fresh]] = [
         "causal_document",
         "what is made of the documents is kept by shape, number and longest",
         _kept(
-            lambda case: (_shape(case), len(_documents(case)), max(n for _, n in _documents(case))),
+            lambda case: (_shape(case), len(documents(case)), max(n for _, n in documents(case))),
             lambda case, first: replace(case, mask=first.mask),
         ),
     ),

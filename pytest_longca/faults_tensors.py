@@ -202,6 +202,21 @@ def _scaled_in_place(inner: Kernel, case: Case, inputs: Inputs) -> Call:
     return Hooked(call, after_forward=after_forward)
 
 
+def _do_doubled_in_place(inner: Kernel, case: Case, inputs: Inputs) -> Call:
+    """do is changed where it lies, after it was read."""
+    kept: list[Tensor] = []
+
+    def before_backward(do: Tensor) -> Tensor:
+        kept[:] = [do]
+        return do
+
+    def after_backward(*grads: Tensor) -> Grads:
+        kept[0].detach()[..., -1:, -1:].mul_(2)
+        return grads[0], grads[1], grads[2]
+
+    return Hooked(inner.bind(case, inputs), before_backward=before_backward, after_backward=after_backward)
+
+
 def _beyond(x: Tensor) -> Tensor | None:
     """The element right after an operand's last one, if its storage goes on."""
     last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
@@ -342,6 +357,7 @@ ROWS: list[tuple[str, str, str, str, Bind | Fresh]] = [
     ("state", "backward_of_latest", "full", "the backward takes what the latest forward left", Fresh(_backward_of_latest)),
     ("state", "out_buffer_reused", "full", "out is the same memory in every call", Fresh(_out_buffer_reused)),
     ("bounds", "q_changed_in_place", "full", "q is changed where it lies", _scaled_in_place),
+    ("bounds", "do_changed_in_place", "causal", "do is changed where it lies", _do_doubled_in_place),
     ("bounds", "reads_beyond_values", "full", "the element after the last value is read with weight 0", wrong_results(_reads_beyond)),
     ("bounds", "writes_beyond_keys", "causal", "the element after the last key is written", wrong_results(backward=_writes_beyond)),
 ]

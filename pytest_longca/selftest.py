@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from pytest_longca.case import Case
 from pytest_longca.checknames import GROUPS
@@ -20,6 +20,8 @@ from pytest_longca.strategies import MaskClass, cases, mask_class, probe_cases
 
 EXAMPLES = 50
 """Examples drawn for a fault that the probes do not see: what a run by default draws for each cell."""
+SEED = 0
+"""The seed of a run by default: these are its examples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +81,12 @@ def _judged(kernel: Kernel, mask: MaskClass, machine: Machine, examples: int, wi
 
 
 def _examples(kernel: Kernel, mask: MaskClass, machine: Machine, examples: int) -> list[tuple[Case, Verification]]:
-    """Drawn examples up to the first that is not right. The same ones every time; nothing is shrunk."""
+    """Drawn examples up to the first that is not right, with the checks that a run has for them. Nothing is shrunk."""
     seen: list[tuple[Case, Verification]] = []
 
+    @seed(SEED)
     @settings(
         max_examples=examples,
-        derandomize=True,
         database=None,
         deadline=None,
         phases=[Phase.generate],
@@ -93,7 +95,7 @@ def _examples(kernel: Kernel, mask: MaskClass, machine: Machine, examples: int) 
     @given(cases([mask], kernel, machine))
     def run(case: Case) -> None:
         if not seen or isinstance(seen[-1][1].outcome, Passed):  # what fails once may not do so in Hypothesis' own repetition
-            seen.append((case, verify(kernel, case, machine, GROUPS["default"])))
+            seen.append((case, verify(kernel, case, machine, GROUPS["examples"])))
         if not isinstance(seen[-1][1].outcome, Passed):
             raise CheckFailed(case.id)
 
