@@ -21,7 +21,7 @@ from pytest_longca.strategies import MaskClass, cases, mask_class, probe_cases
 EXAMPLES = 50
 """Examples drawn for a fault that the probes do not see: what a run by default draws for each cell."""
 SEED = 0
-"""The seed of a run by default. Hypothesis mixes in constants of the modules that are imported, so the examples need not all be the same."""
+"""The seed of a run by default. Hypothesis mixes in constants of modules that are imported: not all examples need be the same."""
 
 
 @dataclass(frozen=True, slots=True)
