@@ -232,7 +232,7 @@ def test_rates_that_are_assumed_without_records_are_those_that_were_measured() -
 
 def test_papers_table_names_what_it_assumes() -> None:
     table = paper_table([])
-    assert "predicted" in table.title and "published by MagiAttention, H100" in table.lines[0]
+    assert table.title.startswith("Predictions, fa2 on an H200") and "published by MagiAttention, H100" in table.lines[0]
     ring = next(line for line in table.lines if line.startswith("full fwd ring_p2p"))
     assert "~382" in ring and ring.endswith("504 528 509 506")
     said = "\n".join(table.lines[-5:])
