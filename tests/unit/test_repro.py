@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -42,6 +41,7 @@ from pytest_longca.repro import is_without_call, repro_source, write_repro
 from pytest_longca.repro_mask import linear, mask_text
 from pytest_longca.strategies import cases
 from pytest_longca.subject import Finding
+from tests.unit.standalone import loaded, same_as_adapter
 
 FAILED = Verification(Wrong("truth: out: row 0"), [Finding("truth", "out", "row 0\nof head 0")])
 CALL = """
@@ -83,13 +83,6 @@ class Masked(TopLeft):
 
 def source(kernel: Kernel, case: Case, verification: Verification = FAILED) -> str:
     return repro_source(kernel, case, verification, CPU, {"torch": torch.__version__})
-
-
-def loaded(text: str) -> ModuleType:
-    """The file as a module."""
-    module = ModuleType("standalone")
-    exec(compile(text, "standalone.py", "exec"), module.__dict__)
-    return module
 
 
 def judged(case: Case, call: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -266,21 +259,6 @@ def test_the_file_of_a_kernel_of_ours_runs_by_itself_where_there_is_no_gpu(tmp_p
     ran = subprocess.run([sys.executable, path], capture_output=True, text=True, env=environment)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.splitlines()[-1] == "right: every tensor is within its limits"
-
-
-def same_as_adapter(kernel: Kernel, case: Case, standalone: ModuleType) -> None:
-    """The file's call gives what the adapter gives, bit by bit, and the file finds it right."""
-    inputs = make_inputs(case)
-    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    call = kernel.bind(case, inputs)
-    (out, lse), (own_out, own_lse) = standalone.attention(*leaves), call.forward()
-    assert own_lse is not None
-    assert torch.equal(out, own_out)
-    assert torch.equal(lse, own_lse)
-    if case.direction.needs_backward:
-        for found, own in zip(torch.autograd.grad(out, leaves, inputs.do), call.backward(inputs.do), strict=True):
-            assert torch.equal(found, own)
-    standalone.main()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -24,6 +24,7 @@ from pytest_longca.masks.block import UniformBlock, VariableBlock
 from pytest_longca.masks.regular import Causal
 from pytest_longca.outcome import Wrong
 from pytest_longca.repro import repro_source
+from tests.unit.standalone import loaded, same_as_adapter
 
 A100 = Machine("cuda", (8, 0), "NVIDIA A100", 80 * 2**30)
 B200 = Machine("cuda", (10, 0), "NVIDIA B200", 180 * 2**30)
@@ -317,22 +318,10 @@ def test_out_lse_and_gradients_come_back_as_the_contract_says(name: str, case: C
 @pytest.mark.parametrize(("name", "case"), RUNS, ids=[f"{name}-{case.mask.name}-{i}" for i, (name, case) in enumerate(RUNS)])
 def test_a_standalone_file_calls_the_package_as_the_adapter_does(name: str, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     case = dataclasses.replace(case, dtype="fp64")
-    inputs, kernel = make_inputs(case), kernel_named(name)
+    kernel = kernel_named(name)
     text = repro_source(kernel, case, Verification(Wrong("")), CPU, {})
     assert "pytest" not in text
-    standalone = types.ModuleType("standalone")
-    exec(compile(text, "standalone.py", "exec"), standalone.__dict__)
-    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    out, lse = standalone.attention(*leaves)
-    call = kernel.bind(case, inputs)
-    own_out, own_lse = call.forward()
-    assert own_lse is not None
-    assert torch.equal(out, own_out)
-    assert torch.equal(lse, own_lse)
-    if case.direction.needs_backward:
-        for found, own in zip(torch.autograd.grad(out, leaves, inputs.do), call.backward(inputs.do), strict=True):
-            assert torch.equal(found, own)
-    standalone.main()
+    same_as_adapter(kernel, case, loaded(text))
     assert capsys.readouterr().out.splitlines()[-1].startswith("right")
 
 
