@@ -229,21 +229,22 @@ class Session:
 
     def verify(self, kernel: str, case: "Case", checks: Iterable[str]) -> "Verification":
         """Run the case and the checks in a worker, unless they passed there ahead. A crash or a hang is the verification's outcome."""
-        from pytest_longca.checks import Verification
-
         names = tuple(checks)
-        if passed := self.passed_ahead.get((kernel, case.id, names)):
-            return passed
-        request = {"op": "verify", "kernel": kernel, "case": case.id, "checks": list(names)}
-        try:
-            return Verification.from_json(self.call(kernel, request))
-        except DidNotRun as stopped:
-            return Verification(outcome=stopped.outcome)
+        return self.passed_ahead.get((kernel, case.id, names)) or self._judged(kernel, case, names)
 
     def verify_anew(self, kernel: str, case: "Case", checks: Iterable[str]) -> "Verification":
         """As `verify`, in a worker that ran nothing before: what earlier cases left behind is gone. (In-process there is no other.)"""
         self.executor(kernel).close()
-        return self.verify(kernel, case, checks)
+        return self._judged(kernel, case, tuple(checks))
+
+    def _judged(self, kernel: str, case: "Case", checks: tuple[str, ...]) -> "Verification":
+        from pytest_longca.checks import Verification
+
+        request = {"op": "verify", "kernel": kernel, "case": case.id, "checks": list(checks)}
+        try:
+            return Verification.from_json(self.call(kernel, request))
+        except DidNotRun as stopped:
+            return Verification(outcome=stopped.outcome)
 
     def verified_outcome(self, kernel: str, case: "Case") -> Outcome:
         """What the truth says of a kernel on a case, asked once a session: for an anchor, which many cases are timed beside."""
