@@ -46,7 +46,13 @@ def balanced(lengths: Sequence[int], row_area: Tensor, ring: int) -> list[Tensor
     return [_cat([chunks[index] for index in sorted(indices)]) for indices in held]
 
 
-LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "zigzag": zigzag, "zigzag_global": zigzag_global, "balanced": balanced}
+def striped(lengths: Sequence[int], row_area: Tensor, ring: int) -> list[Tensor]:
+    """Every ring-th token, as in Striped Attention (arXiv:2311.09431): each block of a causal mask is causal itself, so none is a full one."""
+    tokens = torch.arange(len(row_area))
+    return [tokens[rank::ring].contiguous() for rank in range(ring)]
+
+
+LAYOUTS: dict[str, Layout] = {f.__name__: f for f in (contiguous, zigzag, zigzag_global, balanced, striped)}
 
 
 def find_layout(name: str) -> Layout:

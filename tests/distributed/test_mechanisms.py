@@ -42,7 +42,7 @@ def test_every_mesh_of_four_is_exact_degenerate_ones_too(pools: Pools, mesh: str
         assert_exact(pools, a_case(), Sharing(mechanism, 4, Mesh.parse(mesh)))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "zigzag_global", "balanced"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "zigzag_global", "balanced", "striped"])
 def test_every_layout_is_exact_on_a_three_dimensional_mesh(pools: Pools, layout: str) -> None:
     assert_exact(pools, a_case("prefix_lm_document"), Sharing("loongtrain", 8, Mesh(2, 2, 2), layout))
 

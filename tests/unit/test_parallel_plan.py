@@ -66,7 +66,7 @@ def test_every_layout_holds_each_token_once_in_ascending_order(layout: str, leng
     assert all((ids.diff() > 0).all() for ids in shards)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "zigzag_global"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "zigzag_global", "striped"])
 @settings(max_examples=12, deadline=None)
 @given(lengths=st.lists(st.integers(1, 150), min_size=1, max_size=6), ring=st.integers(1, 96))
 def test_ranks_hold_equal_token_counts_up_to_one(layout: str, lengths: list[int], ring: int) -> None:
@@ -82,8 +82,19 @@ def test_balanced_layout_balances_causal_documents(ring: int) -> None:
         assert work == pytest.approx(mask.area() / ring, rel=0.05)
 
 
+def test_every_block_of_a_striped_causal_mask_is_one_causal_call_of_nearly_equal_work() -> None:
+    mask = load(MASKS["causal"])(64, 64)
+    for plan in plans(mask, "striped", 4):
+        for source in range(4):
+            step = plan.step((source,))
+            assert step is not None
+            (call,) = step.segment.rounds
+            assert call.is_causal and call.is_dense
+            assert step.segment.area == (136 if source <= plan.own else 120)
+
+
 @pytest.mark.parametrize("name", STATIC)
-@pytest.mark.parametrize(("layout", "ring"), [("contiguous", 3), ("zigzag", 8), ("zigzag_global", 5), ("balanced", 7)])
+@pytest.mark.parametrize(("layout", "ring"), [("contiguous", 3), ("zigzag", 8), ("zigzag_global", 5), ("balanced", 7), ("striped", 4)])
 def test_plan_tiles_the_mask_exactly_once(name: str, layout: str, ring: int) -> None:
     assert_plan_tiles(name, layout, ring)
 
@@ -113,7 +124,7 @@ def others(plan: Plan) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("name", STATIC)
-@pytest.mark.parametrize(("layout", "ring"), [("contiguous", 4), ("zigzag", 4), ("balanced", 3)])
+@pytest.mark.parametrize(("layout", "ring"), [("contiguous", 4), ("zigzag", 4), ("balanced", 3), ("striped", 3)])
 def test_rounds_compute_each_visible_cell_exactly_once(name: str, layout: str, ring: int) -> None:
     mask = sample(name, 173, seed=ring)
     for plan in plans(mask, layout, ring):
