@@ -47,7 +47,7 @@ def balanced(lengths: Sequence[int], row_area: Tensor, ring: int) -> list[Tensor
 
 
 def striped(lengths: Sequence[int], row_area: Tensor, ring: int) -> list[Tensor]:
-    """Every ring-th token, as in Striped Attention (arXiv:2311.09431): each block of a causal mask is causal itself, so none is a full one."""
+    """Every ring-th token, as in Striped Attention (arXiv:2311.09431): each block of a causal mask is causal itself."""
     tokens = torch.arange(len(row_area))
     return [tokens[rank::ring].contiguous() for rank in range(ring)]
 
