@@ -52,13 +52,18 @@ def send(connection: Connection, answer: dict[str, Any]) -> None:
 
 
 def kill_group(process: Any) -> None:
-    """Kill a child and whatever it started."""
+    """Kill a child and whatever it started, and wait for its end."""
+    signal_group(process)
+    process.join(5)
+
+
+def signal_group(process: Any) -> None:
+    """Kill a child and whatever it started, without a wait."""
     for kill in (lambda: os.killpg(process.pid, signal.SIGKILL), process.kill):
         try:
             kill()
         except (ProcessLookupError, PermissionError):
             continue
-    process.join(5)
 
 
 def how_it_ended(exit_code: int | None) -> str:

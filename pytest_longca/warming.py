@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -54,13 +54,14 @@ def warm(session: "Session", items: "Sequence[pytest.Item]", reporter: Any) -> N
     is_off = options.compile_workers == 0 or options.isolate == "off" or session.num_sharing > 1
     if runs := [] if is_off else runs_of(session, items):
         num, told = num_processes(options.compile_workers, runs, session.machine), started
-        for done, (run, answer) in enumerate(run_all(runs, session.sources, num, options.timeout + COMPILE_TIMEOUT_S), 1):
-            now = time.monotonic()
-            _keep(session, run, answer)
-            session.warming = f"compiled ahead: {done} of {len(runs)} cases in {now - started:.0f} s, {num} processes"
-            if reporter and (done == len(runs) or now - told > TOLD_EVERY_S):
-                told = now
-                reporter.write_line(session.warming)
+        with contextlib.closing(run_all(runs, session.sources, num, options.timeout + COMPILE_TIMEOUT_S)) as answers:
+            for done, (run, answer) in enumerate(answers, 1):
+                now = time.monotonic()
+                _keep(session, run, answer)
+                session.warming = f"compiled ahead: {done} of {len(runs)} cases in {now - started:.0f} s, {num} processes"
+                if reporter and (done == len(runs) or now - told > TOLD_EVERY_S):
+                    told = now
+                    reporter.write_line(session.warming)
     session.began = time.monotonic()
     if session.budget:
         session.budget.add(session.began - started)
@@ -121,10 +122,12 @@ def num_processes(wanted: int | None, runs: Sequence[Run], machine: Machine) -> 
     return max(1, min(most, len(runs)))
 
 
-def run_all(runs: Sequence[Run], sources: "Sequence[Source]", num_processes: int, timeout_s: float) -> Iterator[tuple[Run, dict[str, Any]]]:
+def run_all(
+    runs: Sequence[Run], sources: "Sequence[Source]", num_processes: int, timeout_s: float
+) -> Generator[tuple[Run, dict[str, Any]], None, None]:
     """Run each in one of the processes; yields those that are done, with what `run_here` gave: nothing, if it died or hung.
 
-    What fails is left to the run that counts.
+    What fails is left to the run that counts. Close it if you leave early (an interrupt does): no process is left then, and no thread.
     """
     idle = SimpleQueue[Worker]()
     workers = [Worker(sources) for _ in range(num_processes)]
@@ -139,10 +142,16 @@ def run_all(runs: Sequence[Run], sources: "Sequence[Source]", num_processes: int
         return one, answer
 
     pool = ThreadPoolExecutor(num_processes)
+    futures = [pool.submit(run, one) for one in runs]
     try:
-        yield from (future.result() for future in as_completed([pool.submit(run, one) for one in runs]))
+        yield from (future.result() for future in as_completed(futures))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+        while not all(future.done() for future in futures):  # again and again: a thread may be about to start its process
+            for worker in workers:
+                worker.kill()
+            time.sleep(0.01)
+        pool.shutdown()
         for worker in workers:
             worker.close()
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from pytest_longca.errors import DidNotRun, LongcaError
 from pytest_longca.outcome import Crashed, TimedOut
-from pytest_longca.processes import choose_triton_mode, head_and_tail, how_it_ended, kill_group, send, settle, start
+from pytest_longca.processes import choose_triton_mode, head_and_tail, how_it_ended, kill_group, send, settle, signal_group, start
 from pytest_longca.sources import Source
 
 START_TIMEOUT_S = 120.0
@@ -85,6 +85,14 @@ class Worker:
         if self._stderr:
             self._stderr.unlink(missing_ok=True)
         self._process = self._connection = self._stderr = None
+
+    def kill(self) -> None:
+        """Kill the process of a call that another thread waits for: the call raises as if the worker had died, and closes what it opened.
+
+        Closing here too would close the pipe twice, or under the feet of that thread.
+        """
+        if (process := self._process) is not None:
+            signal_group(process)
 
     def _answer(self, connection: Connection, timeout_s: float) -> dict[str, Any]:
         ready = wait([connection, self._process.sentinel], timeout_s)

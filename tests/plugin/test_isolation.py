@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from pytest_longca.errors import DidNotRun
-from pytest_longca.outcome import Crashed, OutOfMemory
+from pytest_longca.outcome import Crashed, OutOfMemory, Passed
+from pytest_longca.report.record import Record
+from pytest_longca.report.store import read_records, write_records
 from pytest_longca.subject import kernel_errors
 from tests.plugin.conftest import Run
 from tests.unit.test_workers import dies_within
@@ -49,6 +51,13 @@ class Sleeping(Noting):
         time.sleep(1000)
 
 
+class SleepingAhead(Sleeping):
+    name = "sleeping_ahead"
+
+    def compiles_to_disk(self, machine):
+        return True
+
+
 class Greedy(Naive):
     name = "greedy"
 
@@ -58,7 +67,7 @@ class Greedy(Naive):
 
 
 def pytest_longca_kernels():
-    return [Noting(), Other(), Sleeping(), Greedy()]
+    return [Noting(), Other(), Sleeping(), SleepingAhead(), Greedy()]
 """
 
 
@@ -90,22 +99,27 @@ def sleeping_in_a_kernel(path: Path, *more: str) -> Iterator[tuple[subprocess.Po
     """pytest in a process of its own, and the worker in which its second kernel sleeps."""
     chosen = ("--longca-kernels=noting,sleeping", "--longca-masks=causal", "--longca-examples=2", "--longca-dtypes=fp32")
     options = ("-p", "no:cacheprovider", "-p", "no:randomly", "--benchmark-skip", "--longca-json=records.jsonl", "-k", "examples")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *chosen, *more], cwd=path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    with pytest_with_workers(path, 1, *options, *chosen, *more) as (process, (worker,)):
+        yield process, worker
+
+
+@contextmanager
+def pytest_with_workers(path: Path, num: int, *args: str) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """pytest in a process of its own, and the workers, so many, in which a kernel sleeps."""
+    process = subprocess.Popen([sys.executable, "-m", "pytest", *args], cwd=path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        yield process, _worker(process, path)
+        yield process, _asleep(process, path, num)
     finally:
         process.kill()
         process.communicate()
 
 
-def _worker(process: "subprocess.Popen[bytes]", path: Path) -> int:
+def _asleep(process: "subprocess.Popen[bytes]", path: Path, num: int) -> list[int]:
     end = time.perf_counter() + 60
     while time.perf_counter() < end and process.poll() is None:
-        asleep = [pid for kernel, _, pid in noted(path) if kernel == "sleeping"] if (path / "pids").exists() else []
-        if asleep:
-            return asleep[0]
+        asleep = {pid for kernel, _, pid in noted(path) if kernel.startswith("sleeping")} if (path / "pids").exists() else set()
+        if len(asleep) == num:
+            return list(asleep)
         time.sleep(0.05)
     raise AssertionError(f"the kernel was never called:\n{process.communicate()[0].decode()}")
 
@@ -131,6 +145,25 @@ def test_an_interrupt_leaves_no_process_and_no_file_and_keeps_records_summary_an
     assert [(record["kernel"], record["outcome"]["kind"]) for record in records] == [("noting", "passed")]
     assert "records: records.jsonl" in output and "report: page.html" in output
     assert "noting" in (pytester.path / "page.html").read_text()
+    assert not [path for path in short_path.iterdir() if path.name.startswith(("longca-", "pymp-"))]
+
+
+def test_an_interrupt_while_cases_are_compiled_ahead_is_one_too(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, short_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(short_path))
+    earlier = Record(stage="examples", kernel="noting", mask="causal", outcome=Passed().to_json())
+    write_records(pytester.path / "records.jsonl", [earlier])
+    more = ("--longca-compile-workers=4", "--longca-resume=records.jsonl", "--longca-html=page.html")
+    options = ("-p", "no:cacheprovider", "-p", "no:randomly", "-k", "probes", "--benchmark-skip")
+    chosen = ("--longca-kernels=sleeping_ahead", "--longca-masks=causal,full", "--longca-dtypes=fp32")
+    with pytest_with_workers(pytester.path, 4, *options, *chosen, *more) as (process, workers):
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=30)[0].decode()
+        assert process.returncode == pytest.ExitCode.INTERRUPTED and "INTERNALERROR" not in output and "Traceback" not in output, output
+        assert all(dies_within(worker, 5) for worker in workers)
+    assert "KeyboardInterrupt" in output and "report: page.html" in output
+    assert read_records(pytester.path / "records.jsonl") == [earlier]
     assert not [path for path in short_path.iterdir() if path.name.startswith(("longca-", "pymp-"))]
 
 

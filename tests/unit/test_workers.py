@@ -1,18 +1,24 @@
 """Workers: what a death, a hang and a flood of output become, and that nothing is left behind."""
 
 import contextlib
+import itertools
 import os
 import signal
+import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pytest_longca.case import Case
 from pytest_longca.errors import DidNotRun, LongcaError
+from pytest_longca.masks.regular import Full
 from pytest_longca.outcome import Crashed, TimedOut
 from pytest_longca.sources import Source
+from pytest_longca.warming import Run, run_all
 from pytest_longca.workers import Worker
 
 JOBS = """
@@ -133,3 +139,43 @@ def test_a_worker_that_was_never_started_holds_no_file_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
     workers = [Worker([]) for _ in range(5)]
     assert len(os.listdir("/proc/self/fd")) == before and len(workers) == 5
+
+
+AHEAD = """
+import os, time
+from pathlib import Path
+from pytest_longca import jobs
+
+def warm(shop, request):
+    name = Path(__file__).with_name(f"{request['kernel']}-{os.getpid()}")
+    name.write_text("")
+    time.sleep(1000 if request["kernel"] == "long" else 0)
+    return {}
+
+jobs.JOBS["warm"] = warm
+"""
+
+
+@pytest.fixture
+def often_switching() -> Iterator[None]:
+    """Threads that meet at any point of each other's work."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("often_switching")
+@pytest.mark.parametrize("time_to_start", range(5))
+def test_what_runs_ahead_may_be_stopped_at_any_moment_and_leaves_no_process(tmp_path: Path, time_to_start: int) -> None:
+    path = tmp_path / "ahead_jobs.py"
+    path.write_text(textwrap.dedent(AHEAD))
+    case = Case(mask=Full(3, 3), heads_q=1, heads_kv=1, head_dim=8, dtype="fp32")
+    runs = [Run("short", case), *itertools.repeat(Run("long", case), 20)]
+    with contextlib.closing(run_all(runs, [Source("ahead_jobs", str(path))], 8, 10)) as going:
+        assert next(going)[0] == runs[0]
+        time.sleep(time_to_start * 0.02)
+        before = time.perf_counter()
+    assert time.perf_counter() - before < 3
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPool")], "it may start a process yet"
+    assert not [file for file in tmp_path.glob("*-*") if is_alive(int(file.name.rpartition("-")[2]))]
