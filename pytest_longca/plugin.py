@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_longca import hookspecs
 from pytest_longca.collector import Collector
-from pytest_longca.errors import LongcaError
+from pytest_longca.errors import LongcaError, unknown_name
 from pytest_longca.launched import Silence, interrupted_by_sigterm, is_silent, muted
 from pytest_longca.options import OPTIONS, Option, Options, parse
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 SUITE = Path(__file__).parent / "suite"
 OPTIONS_KEY = pytest.StashKey[Options]()
 SESSION_KEY = pytest.StashKey["Session"]()
+MISTAKE_KEY = pytest.StashKey[str]()
+MISTAKE = "longca_mistake"
+"""What an xdist worker tells of a mistake in the ini file, in its `workeroutput`."""
 ARGUMENTS = (
     "longca_kernel_name",
     "longca_mask_name",
@@ -54,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "longca_outcome(outcome): the cell is refused with this outcome before anything runs")
     typed = [str(arg) for arg in config.invocation_params.args if str(arg).startswith("--longca-")]
     try:
+        _check_ini_names(config)
         config.stash[OPTIONS_KEY] = parse(lambda option: _raw(config, option), typed=bool(typed))
     except LongcaError as error:
         raise pytest.UsageError(str(error)) from None
@@ -73,6 +77,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args_source = pytest.Config.ArgsSource.ARGS
     else:
         config.args[:] = [_real_path(arg, config.invocation_params.dir) for arg in config.args]
+
+
+def _check_ini_names(config: pytest.Config) -> None:
+    """Raise InvalidArgument for an ini option that is spelt as ours and that no plugin knows: pytest itself only warns, at the end."""
+    for name in sorted(config._get_unknown_ini_keys()):
+        if name.startswith(("longca_", "longca-")):
+            raise unknown_name("ini option", name, [option.ini for option in OPTIONS if not option.is_flag])
 
 
 def _collector(config: pytest.Config) -> Collector:
@@ -167,17 +178,37 @@ def longca(request: pytest.FixtureRequest) -> "Session":
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     wanted = [name for name in ARGUMENTS if name in metafunc.fixturenames]
-    if wanted:
-        from pytest_longca.cells import parametrize
+    if not wanted and "longca" not in metafunc.fixturenames:
+        return
+    from pytest_longca.cells import parametrize
 
-        try:
-            session = session_of(metafunc.config)
-        except pytest.UsageError as error:  # options of an ini file, which are looked at when a test asks for them
-            raise pytest.Collector.CollectError(str(error)) from None
+    try:
+        session = session_of(metafunc.config)
+    except pytest.UsageError as error:  # options of an ini file, which are looked at when a test asks for them
+        metafunc.config.stash[MISTAKE_KEY] = str(error)  # pytest takes no usage error here: it would be one of this module
+        return
+    if wanted:
         parametrize(metafunc, wanted, session)
 
 
+def _tell_mistake(config: pytest.Config, mistake: str, items: list[pytest.Item]) -> None:
+    """End the run with a usage error; an xdist worker runs nothing and leaves that to the process that reports."""
+    if not hasattr(config, "workeroutput"):
+        raise pytest.UsageError(mistake)
+    config.workeroutput[MISTAKE] = mistake
+    items.clear()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    if mistake := getattr(node, "workeroutput", {}).get(MISTAKE):
+        raise pytest.UsageError(mistake)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if mistake := config.stash.get(MISTAKE_KEY, None):
+        _tell_mistake(config, mistake, items)
+        return
     options = config.stash[OPTIONS_KEY]
     if options.budget is None and options.resume is None:
         return

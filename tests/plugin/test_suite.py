@@ -103,10 +103,50 @@ def test_a_typo_is_a_usage_error_and_no_traceback_however_quiet_the_run(run: Run
     assert not [line for line in result.outlines if "test" in line or "Error" in line]
 
 
-def test_a_typo_in_an_ini_file_is_told_without_a_traceback_to_the_test_that_asks(run: Run, pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize("asks", ["longca_kernel", "longca"])
+@pytest.mark.parametrize("args", ["-q", "-q -n2"])
+def test_a_typo_in_an_ini_file_is_a_usage_error_of_the_run_whose_tests_ask(
+    run: Run, pytester: pytest.Pytester, asks: str, args: str
+) -> None:
     pytester.makeini("[pytest]\nlongca_kernels = nave\n")
-    pytester.makepyfile("def test_mine(longca_kernel): pass")
+    pytester.makepyfile(f"def test_mine({asks}): pass\ndef test_other({asks}): pass")
+    result = run(*args.split())
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert result.errlines[0].startswith("ERROR: --longca-kernels: unknown kernel 'nave': did you mean 'naive'?")
+    assert not [line for line in result.outlines if "test_" in line or "Error" in line]
+
+
+def test_a_test_may_ask_for_the_session_alone(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nlongca_kernels = naive\n")
+    pytester.makepyfile("def test_mine(longca): assert longca.kernels == ('naive',)")
+    run("-q").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("args", ["-q", "-q -n2"])
+def test_a_typo_in_an_ini_file_does_not_hold_up_tests_that_ask_for_nothing(run: Run, pytester: pytest.Pytester, args: str) -> None:
+    pytester.makeini("[pytest]\nlongca_kernels = nave\n")
+    pytester.makepyfile("def test_mine(): pass")
+    assert run(*args.split()).ret == pytest.ExitCode.OK
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("longca_kernls = naive", "ERROR: unknown ini option 'longca_kernls': did you mean 'longca_kernels'*"),
+        ("longca-masks = causal", "ERROR: unknown ini option 'longca-masks': did you mean 'longca_masks'*"),
+        ("longca_examples = many", "ERROR: --longca-examples: 'many' is not a positive whole number*"),
+    ],
+)
+def test_a_misspelt_ini_option_or_a_value_that_is_none_is_a_usage_error(run: Run, pytester: pytest.Pytester, line: str, says: str) -> None:
+    pytester.makeini(f"[pytest]\n{line}\n")
+    pytester.makepyfile("def test_mine(): pass")
     result = run("-q")
-    assert result.ret == pytest.ExitCode.INTERRUPTED
-    result.stdout.fnmatch_lines(["--longca-kernels: unknown kernel 'nave': did you mean 'naive'?*"])
-    result.stdout.no_fnmatch_line("*pluggy*")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([says])
+
+
+def test_an_ini_option_of_another_plugin_is_none_of_ours(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nlongca_more = 1\n")
+    pytester.makeconftest("def pytest_addoption(parser): parser.addini('longca_more', 'an extension')")
+    pytester.makepyfile("def test_mine(): pass")
+    assert run("-q").ret == pytest.ExitCode.OK
