@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from pytest_longca.report.record import Record
 
@@ -127,11 +128,6 @@ class Timed:
         """Whether other tests ran beside some of the timings."""
         return any(record.facts.get(SHARED) for record in self.records)
 
-    def is_tied_with(self, other: "Timed") -> bool:
-        """Whether the two cannot be told apart: their p20 to p80 intervals overlap."""
-        (low, high), (other_low, other_high) = self.p20_p80_ms, other.p20_p80_ms
-        return low <= other_high and other_low <= high
-
 
 def timed(records: Iterable[Record]) -> dict[tuple[Setting, str, str], Timed]:
     """The speeds that may be printed, one for each setting, kernel and mechanism."""
@@ -149,9 +145,29 @@ def fastest(records: Iterable[Record]) -> dict[Setting, list[Timed]]:
     return {key: sorted(ranked[key], key=lambda entry: entry.median_ms) for key in sorted(ranked)}
 
 
-def tied(ranked: Sequence[Timed]) -> list[Timed]:
-    """Those that cannot be told from the first."""
-    return [entry for entry in ranked[1:] if entry.is_tied_with(ranked[0])]
+class Spread(Protocol):
+    """What has an interval of times."""
+
+    @property
+    def p20_p80_ms(self) -> tuple[float, float]: ...
+
+
+AnySpread = TypeVar("AnySpread", bound=Spread)
+
+
+def tied(ranked: Sequence[AnySpread]) -> list[AnySpread]:
+    """Those that cannot be told from the first: their p20 to p80 intervals overlap."""
+    low, high = ranked[0].p20_p80_ms
+    return [entry for entry in ranked[1:] if entry.p20_p80_ms[0] <= high and low <= entry.p20_p80_ms[1]]
+
+
+def tied_text(names: Sequence[str]) -> str:
+    """Who is tied with the first, after its name; nothing where none is.
+
+    >>> tied_text(["sdpa", "fa2"])
+    ', tied with sdpa and fa2'
+    """
+    return f", tied with {' and '.join(names)}" if names else ""
 
 
 def rate_text(tflop_per_s: float, digits: int = 3) -> str:

@@ -2,12 +2,12 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pytest_longca.case import Case, Direction
 from pytest_longca.errors import InvalidArgument
-from pytest_longca.report.figures import SHARED, rate_text, seqlen, timed, timings
+from pytest_longca.report.figures import SHARED, Timed, rate_text, seqlen, tied, tied_text, timed, timings
 from pytest_longca.report.matrix import column
 from pytest_longca.report.record import Record
 
@@ -16,10 +16,14 @@ FAR_DENSITY = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What one kernel is expected to need for the case, and the measurements (length, TFLOP/s) that say so."""
+    """What one kernel is expected to need for the case, and the measurements (length, TFLOP/s) that say so.
+
+    `p20_p80_ms` is what it is expected to need where its samples are at these quantiles.
+    """
 
     kernel: str
     expected_ms: float
+    p20_p80_ms: tuple[float, float]
     rate: float
     points: tuple[tuple[int, float], ...]
     peak_bytes: int | None
@@ -49,13 +53,22 @@ def _fits(record: Record, case: Case, world_size: int) -> bool:
 
 
 def _advice(kernel: str, records: Sequence[Record], case: Case) -> Advice:
-    rates: dict[int, list[float]] = {}
-    for entry in timed(records).values():
-        rates.setdefault(seqlen(entry.record) or 0, []).append(entry.tflop_per_s)
-    points = tuple(sorted((length, statistics.median(values)) for length, values in rates.items()))
-    rate = interpolate(points, case.seqlen_q)
+    entries = list(timed(records).values())
+    points = _rates(entries, lambda entry: entry.median_ms)
+    quantiles = (_rates(entries, lambda entry: entry.p20_p80_ms[0]), _rates(entries, lambda entry: entry.p20_p80_ms[1]))
+    rate, at_p20, at_p80 = (interpolate(found, case.seqlen_q) for found in (points, *quantiles))
+    expected_ms, p20_ms, p80_ms = (case.flop() / found / 1e9 for found in (rate, at_p20, at_p80))
     nearest = min(records, key=lambda record: abs(math.log((seqlen(record) or 1) / max(case.seqlen_q, 1))))
-    return Advice(kernel, case.flop() / rate / 1e9, rate, points, nearest.peak_bytes, tuple(_caveats(points, records, nearest, case)))
+    caveats = tuple(_caveats(points, records, nearest, case))
+    return Advice(kernel, expected_ms, (p20_ms, p80_ms), rate, points, nearest.peak_bytes, caveats)
+
+
+def _rates(entries: Sequence[Timed], ms: Callable[[Timed], float]) -> tuple[tuple[int, float], ...]:
+    """(length, TFLOP/s) at each measured length, where a case takes what `ms` says; the median over the cases of that length."""
+    found: dict[int, list[float]] = {}
+    for entry in entries:
+        found.setdefault(seqlen(entry.record) or 0, []).append((entry.record.flop or 0) / ms(entry) / 1e9)
+    return tuple(sorted((length, statistics.median(values)) for length, values in found.items()))
 
 
 def interpolate(points: Sequence[tuple[int, float]], length: int) -> float:
@@ -145,7 +158,8 @@ class Documents:
 
 def render_advice(case: Case, advice: Sequence[Advice]) -> str:
     """The advice as text: the winner first, each with what it rests on."""
-    lines = [f"{_wanted(case)}, {case.seqlen_q} tokens: use {advice[0].kernel}", ""]
+    ties = tied_text([entry.kernel for entry in tied(advice)])
+    lines = [f"{_wanted(case)}, {case.seqlen_q} tokens: use {advice[0].kernel}{ties}", ""]
     for entry in advice:
         measured = ", ".join(f"{rate:.3g} at {length}" for length, rate in entry.points)
         memory = f", {entry.peak_bytes / 2**30:.2f} GiB" if entry.peak_bytes else ""

@@ -4,7 +4,7 @@ import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
-from pytest_longca.report.figures import Timed, fastest, rate_text, tied
+from pytest_longca.report.figures import Timed, fastest, rate_text, tied, tied_text
 from pytest_longca.report.matrix import MARKS, Matrix, column, matrix
 from pytest_longca.report.record import Record
 
@@ -141,8 +141,8 @@ def fastest_lines(records: Iterable[Record], width: int) -> list[str]:
 def _beside(ranked: Sequence[Timed]) -> str:
     """Who is as fast as the first, as far as one can tell, and how much slower the next one is."""
     ties = tied(ranked)
-    text = f", tied with {' and '.join(column(entry.record) for entry in ties)}" if ties else ""
     slower = next((entry for entry in ranked[1:] if entry not in ties), None)
+    text = tied_text([column(entry.record) for entry in ties])
     return text + (f", {slower.median_ms / ranked[0].median_ms:.2f}x the speed of {column(slower.record)}" if slower else "")
 
 

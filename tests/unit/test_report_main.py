@@ -16,6 +16,7 @@ from pytest_longca.errors import InvalidArgument
 from pytest_longca.ids import format_case
 from pytest_longca.mask import Mask
 from pytest_longca.outcome import Passed, Wrong
+from pytest_longca.report.figures import tied
 from pytest_longca.report.recommend import interpolate, make_case, recommend, render_advice
 from pytest_longca.report.record import Record, shape_of
 from pytest_longca.report.store import read_records, write_records
@@ -217,6 +218,36 @@ def test_advice_from_timings_beside_other_tests_says_that_they_are_rough() -> No
 def test_advice_takes_the_median_of_the_processes_medians() -> None:
     (advice,) = recommend([timing("fa2", 4096, rate, process) for process, rate in enumerate((100.0, 300.0))], case_of(4096))
     assert advice.rate == pytest.approx(150.0), "the rate at the mean of the two times"
+
+
+def spread_over(kernel: str, seqlen: int, *rates: float) -> Record:
+    """A kernel whose samples are at these rates."""
+    record = timing(kernel, seqlen, 1.0)
+    assert record.flop
+    return dataclasses.replace(record, samples_ms=[record.flop / rate / 1e9 for rate in rates])
+
+
+def test_advice_names_the_kernels_that_cannot_be_told_apart() -> None:
+    wide, near = spread_over("flex", 4096, 260, 270, 280, 290, 300), spread_over("sdpa", 4096, 250, 255, 265, 272, 275)
+    alone = spread_over("fa2", 4096, 150, 151, 152, 153, 154)
+    first, second, third = ranked = recommend([alone, near, wide], case_of(4096))
+    assert [entry.kernel for entry in ranked] == ["flex", "sdpa", "fa2"]
+    assert (tied(ranked), tied([second, first, third]), tied([third, first, second])) == ([second], [first], [])
+    text = render_advice(case_of(4096), ranked)
+    assert text.splitlines()[0].endswith("4096 tokens: use flex, tied with sdpa")
+    assert text.count("tied") == 1
+    assert "tied" not in render_advice(case_of(4096), recommend([alone, wide], case_of(4096)))
+    assert "use flex, tied with fa2 and sdpa" in render_advice(
+        case_of(4096), recommend([wide, near, timing("fa2", 4096, 274.0)], case_of(4096))
+    )
+
+
+def test_advice_between_two_lengths_is_tied_by_what_both_say() -> None:
+    wide = [spread_over("flex", length, 260, 270, 280, 290, 300) for length in (1024, 4096)]
+    near, apart = timing("sdpa", 1024, 275.0), timing("sdpa", 4096, 200.0)
+    assert tied(recommend([*wide, near, apart], case_of(1024)))
+    assert not tied(recommend([*wide, near, apart], case_of(2048))), "some 238 TFLOP/s against 270 to 290"
+    assert not tied(recommend([*wide, near, apart], case_of(4096)))
 
 
 def test_advice_beyond_what_was_measured_says_so() -> None:
