@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_longca.report.compare import NOISE_PER_LIMIT, Times, compare, spread
+from pytest_longca.report.compare import NOISE_PER_LIMIT, Times, compare, only_the_anchor, spread
 from pytest_longca.report.gate import render_comparison
 from pytest_longca.report.record import Record
 from pytest_longca.report.series import by_key
@@ -38,15 +38,15 @@ def gate(
         comparison = compare(read_records(path), records, limits, anchor, allow, forbid)
         return Gate(render_comparison(comparison), comparison.exit_code, comparison)
     write_records(path, records)
+    return Gate(f"first run: no baseline at {path} yet, so these {len(records)} records are it now{_of_times(records, limits, anchor)}", 0)
+
+
+def _of_times(records: Sequence[Record], limits: Limits, anchor: str | None) -> str:
+    """How the new baseline gates times, and what keeps it from that."""
+    if alone := only_the_anchor(by_key(records), limits, anchor):
+        return f"\nNOTHING GATED: {alone}"
     beside = f"; times are gated as ratios to {anchor} in the same run" if anchor else ""
-    return Gate(
-        f"first run: no baseline at {path} yet, so these {len(records)} records are it now{beside}{_weakness(records, limits, anchor)}", 0
-    )
-
-
-def _weakness(records: Sequence[Record], limits: Limits, anchor: str | None) -> str:
-    """What keeps the new baseline from gating times, or nothing."""
-    return _too_few(records, limits) or _too_noisy(records, limits, anchor)
+    return beside + (_too_few(records, limits) or _too_noisy(records, limits, anchor))
 
 
 def _too_few(records: Sequence[Record], limits: Limits) -> str:

@@ -40,14 +40,19 @@ def compare(
     old_series, new_series = by_key(baseline), by_key(new)
     if not old_series.keys() & new_series.keys():
         raise InvalidArgument("the baseline and the new records have no case in common: same kernels, masks, shapes and seed are needed")
-    timed = {key.kernel for key, series in old_series.items() if series.is_timed}
-    if timed == {anchor} and limits.slower is not None:
-        raise InvalidArgument(
-            f"the anchor {anchor} is the only kernel that was timed, so no time could be gated: name another anchor, or none"
-        )
+    if alone := only_the_anchor(old_series, limits, anchor):
+        raise InvalidArgument(alone)
     times = Times(limits, anchor)
     rows = [Row(key, _judge(key, old_series, new_series, limits, times)) for key in sorted(old_series.keys() | new_series.keys())]
     return Comparison(tuple(rows), run, (ALLOWED | allow) - forbid, granted=allow - forbid, limits=limits, anchor=anchor)
+
+
+def only_the_anchor(baseline: "SeriesByKey", limits: Limits, anchor: str | None) -> str:
+    """What to say where times are gated and nothing but the anchor was timed, which is judged against itself; else nothing."""
+    timed = {key.kernel for key, series in baseline.items() if series.is_timed}
+    if timed != {anchor} or limits.slower is None:
+        return ""
+    return f"the anchor {anchor} is the only kernel that was timed, so no time could be gated: name another anchor, or none"
 
 
 def _same_machine(baseline: Sequence[Record], new: Sequence[Record]) -> tuple[Finding, ...]:

@@ -57,6 +57,17 @@ def test_first_run_looks_at_the_ratios_where_there_is_an_anchor(tmp_path: Path) 
     assert "cannot gate" in gate(tmp_path / "absolute.jsonl", records).text
 
 
+def test_first_run_with_nothing_but_the_anchor_timed_says_that_nothing_is_gated(tmp_path: Path) -> None:
+    text = gate(tmp_path / "baseline.jsonl", run(5), anchor="k").text
+    reason = "the anchor k is the only kernel that was timed, so no time could be gated: name another anchor, or none"
+    assert text.splitlines()[1:] == [f"NOTHING GATED: {reason}"]
+    with pytest.raises(InvalidArgument, match=reason):
+        gate(tmp_path / "baseline.jsonl", run(2), anchor="k")
+    beside = [*run(5), *(replace(record, kernel="other") for record in run(5))]
+    assert "NOTHING GATED" not in gate(tmp_path / "beside.jsonl", beside, anchor="k").text
+    assert "NOTHING GATED" not in gate(tmp_path / "off.jsonl", run(5), Limits(slower=None), anchor="k").text
+
+
 def test_later_runs_are_compared_and_leave_the_baseline_alone(tmp_path: Path) -> None:
     path = tmp_path / "baseline.jsonl"
     gate(path, run(5))
