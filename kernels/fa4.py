@@ -147,10 +147,11 @@ def mask_mod_endpoints(rows: Tensor) -> Tensor:
 
     One endpoint: below it. Two: between them. Three: below the first or between the others. Four: between two pairs.
     """
-    first, second = rows[0, 0].unbind(1)  # [seqlen_q, 2]
-    if bool(second.any()):
+    first = rows[0, 0, :, 0]  # [seqlen_q, 2]
+    moves, _, _, has_second = (rows[0, 0] != 0).any(0).flatten().tolist()  # what the device must be waited for, at once
+    if has_second:
         endpoints = endpoint_rows(rows)[0]
         endpoints = endpoints[1:] if endpoints.shape[0] == 5 else endpoints  # of five, the first is 0
     else:
-        endpoints = first.T if bool(first[:, 0].any()) else first[None, :, 1]
+        endpoints = first.T if moves else first[None, :, 1]
     return torch.nn.functional.pad(endpoints, (0, ROW_PADDING)).contiguous()

@@ -1,5 +1,6 @@
 """Tiles: which blocks of a mask are empty, partial or full, and the ordered lists of them that sparse kernels take."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,11 +38,17 @@ class Tiles:
 
     def by_query(self) -> TileLists:
         """For each query tile its key tiles: the forward's and dq's order."""
-        return TileLists(*ordered(self.partial), *ordered(self.full))
+        return _lists(torch.stack((self.partial, self.full)))
 
     def by_key(self) -> TileLists:
         """For each key tile its query tiles: the order of dk and dv."""
-        return TileLists(*ordered(self.partial.transpose(-1, -2)), *ordered(self.full.transpose(-1, -2)))
+        return _lists(torch.stack((self.partial, self.full)).transpose(-1, -2))
+
+
+def _lists(flags: Tensor) -> TileLists:
+    """The lists of (partial, full): together, since on a GPU each of their many small operations costs its launch."""
+    (partial_counts, full_counts), (partial_indices, full_indices) = ordered(flags)
+    return TileLists(partial_counts, partial_indices, full_counts, full_indices)
 
 
 def ordered(flags: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,28 +77,25 @@ def tiles_of_intervals(rows: Tensor, seqlen_kv: int, block_q: int, block_kv: int
     """
     batch, heads, seqlen_q = rows.shape[:3]
     num_q, num_kv = -(-seqlen_q // block_q), -(-seqlen_kv // block_kv)
-    start, end = rows[..., 0].long(), rows[..., 1].long()
-    used = end > start
-    touch = (start // block_kv, (end - 1) // block_kv + 1)
-    cover = (-(-start // block_kv), torch.where(end == seqlen_kv, num_kv, end // block_kv))
-    first_tile = torch.arange(batch * heads, device=rows.device)[:, None] * num_q  # [batch * heads, 1]
-    tile = (first_tile + torch.arange(seqlen_q, device=rows.device) // block_q).view(batch, heads, seqlen_q, 1)
-    shape = (batch, heads, num_q, num_kv)
-    touching = _rows_in_range(tile, *touch, used, shape)
-    covering = _rows_in_range(tile, *cover, used & (cover[1] > cover[0]), shape)
-    rows_in_tile = _sizes(seqlen_q, block_q, rows.device)[:, None]
-    full = covering == rows_in_tile
+    start, end = rows.long().unbind(-1)
+    whole_end = torch.where(end == seqlen_kv, num_kv * block_kv, end)
+    first = torch.stack((start, start + (block_kv - 1))) // block_kv  # touched, covered
+    last = torch.stack((end + (block_kv - 1), whole_end)) // block_kv
+    first_tile = torch.arange(2 * batch * heads, device=rows.device)[:, None] * num_q
+    tile = (first_tile + torch.arange(seqlen_q, device=rows.device) // block_q).view(2, batch, heads, seqlen_q, 1)
+    touching, covering = _rows_in_range(tile, first, last, (end > start) & (last > first), (2, batch, heads, num_q, num_kv))
+    full = covering == _sizes(seqlen_q, block_q, rows.device)[:, None]
     return Tiles(partial=(touching > 0) & ~full, full=full)
 
 
-def _rows_in_range(tile: Tensor, first: Tensor, last: Tensor, used: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+def _rows_in_range(tile: Tensor, first: Tensor, last: Tensor, used: Tensor, shape: tuple[int, ...]) -> Tensor:
     """How many rows of each tile have `first <= key block < last`: int32 of `shape`."""
     width = shape[-1] + 1
-    steps = torch.zeros(shape[0] * shape[1] * shape[2] * width, dtype=torch.int32, device=tile.device)
-    one = used.to(torch.int32).flatten()
-    steps.scatter_add_(0, (tile * width + first * used).flatten(), one)
-    steps.scatter_add_(0, (tile * width + last * used).flatten(), -one)
-    return steps.view(*shape[:3], width).cumsum(-1, dtype=torch.int32)[..., :-1]
+    steps = torch.zeros(math.prod(shape[:-1]) * width, dtype=torch.int32, device=tile.device)
+    one = used.to(torch.int32)
+    at = (tile * width + torch.stack((first, last)) * used).flatten()
+    steps.scatter_add_(0, at, torch.stack((one, -one)).flatten())
+    return steps.view(*shape[:-1], width).cumsum(-1, dtype=torch.int32)[..., :-1]
 
 
 def _sizes(seqlen: int, block: int, device: Device) -> Tensor:
