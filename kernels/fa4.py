@@ -90,8 +90,8 @@ class Fa4(Kernel):
 
         facts = {"source": f"flash_attn.cute {self.version()}", "mask_form": packing.form if packing else f"lists of {TILE} x {TILE} tiles"}
         facts |= {"copies": copied({"q": inputs.q, "k": inputs.k, "v": inputs.v}, packing)}
-        # FA4 checks its arguments with assert.
-        types = (*REFUSALS, "builtins:AssertionError")
+        # FA4 checks some of its arguments with assert, and some shapes fail only when they are compiled.
+        types = (*REFUSALS, "builtins:AssertionError", "cutlass._mlir.ir:MLIRError")
         return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts, types)
 
     def snippet(self, case: Case, facts: Mapping[str, str]) -> str | None:

@@ -29,7 +29,22 @@ def has_rows_without_keys(case: Case) -> bool:
     return bool(((rows[..., 1] - rows[..., 0]).sum(-1) == 0).any())
 
 
-CONDITIONS: dict[str, Callable[[Case], bool]] = {"rows without keys": has_rows_without_keys}
+def has_half_padded_head_dims(case: Case) -> bool:
+    """Whether a head dim, rounded up to a multiple of 16, is no multiple of 32."""
+    return any(-(-dim // 16) % 2 for dim in (case.head_dim, case.head_dim_v))
+
+
+def ends_in_half_a_tile(case: Case) -> bool:
+    """Whether a sequence of keys ends after the first half of a tile of 128."""
+    varlen = case.mask.varlen()
+    return any(length % 128 == 64 for length in (varlen.lens_kv if varlen else (case.seqlen_kv,)))
+
+
+CONDITIONS: dict[str, Callable[[Case], bool]] = {
+    "rows without keys": has_rows_without_keys,
+    "head dims of an odd number of 16s": has_half_padded_head_dims,
+    "keys that end in half a tile of 128": ends_in_half_a_tile,
+}
 """What an entry's `only` may name."""
 FILE = Path(__file__).with_name("known_failures.toml")
 ANY = "*"

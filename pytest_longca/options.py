@@ -248,7 +248,11 @@ OPTIONS: tuple[Option, ...] = (
         "auto",
     ),
     Option(
-        "timeout", duration, "how long one case may take before it counts as a hang; one that compiles has 4 minutes more", "TIME", "120s"
+        "timeout",
+        duration,
+        "how long one case may take before it counts as a hang; one that compiles has 4 minutes more, a long one a second for 10 TFLOP",
+        "TIME",
+        "120s",
     ),
     Option("mechanisms", names, "share each case among ranks instead, by these mechanisms, such as ulysses,usp", "NAMES"),
     Option("world-sizes", counts, "numbers of ranks", "SIZES", "2,4"),

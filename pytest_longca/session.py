@@ -16,7 +16,7 @@ from pytest_longca.options import Options, select
 from pytest_longca.outcome import NotInstalled, Outcome, TimedOut, Unsupported
 from pytest_longca.sources import Source, catalogue_of, mechanisms_of, sources_of
 from pytest_longca.spent import KERNELS, TIME, add, shares
-from pytest_longca.workers import COMPILE_TIMEOUT_S, START_TIMEOUT_S, Executor, InProcess, Worker
+from pytest_longca.workers import START_TIMEOUT_S, Executor, InProcess, Worker, patience_s
 
 if TYPE_CHECKING:
     from pytest_longca.case import Case
@@ -196,19 +196,19 @@ class Session:
             self._end_workers()
             self._process = number
 
-    def call(self, kernel: str, request: dict[str, Any]) -> dict[str, Any]:
-        """A worker's answer. Raises DidNotRun(Crashed | TimedOut), and NotVerified where the session's budget ended first."""
+    def call(self, kernel: str, request: dict[str, Any], case: "Case | None" = None) -> dict[str, Any]:
+        """A worker's answer, about a case or not. Raises DidNotRun(Crashed | TimedOut), and NotVerified where the budget ended."""
         began = time.monotonic()
         try:
-            answer = self._answer(kernel, request)
+            answer = self._answer(kernel, request, self.timeout_s(kernel, case))
         except DidNotRun:  # what died or hung was the kernel
             add(self.spent, {KERNELS: time.monotonic() - began})
             raise
         add(self.spent, answer.pop(TIME))
         return answer
 
-    def _answer(self, kernel: str, request: dict[str, Any]) -> dict[str, Any]:
-        budget, timeout_s = self.budget, self.timeout_s(kernel)
+    def _answer(self, kernel: str, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        budget = self.budget
         if budget is None:
             return self.executor(kernel).call(request, timeout_s)
         if budget.left_s <= 0:
@@ -220,12 +220,11 @@ class Session:
                 raise DidNotRun(budget.postponed()) from None
             raise
 
-    def timeout_s(self, kernel: str) -> float:
-        """How long one case of the kernel may take before it counts as a hang: longer for one that compiles."""
+    def timeout_s(self, kernel: str, case: "Case | None") -> float:
+        """How long one case of the kernel may take before it counts as a hang: longer for one that compiles, and for much work."""
         candidate = self.catalogue.kernel(kernel)
-        usual: float = self.options.timeout
         compiles = candidate.compiles_per_shape or candidate.compiles_to_disk(self.machine)
-        return usual + COMPILE_TIMEOUT_S if compiles else usual
+        return patience_s(self.options.timeout, compiles, case.flop() if case else 0, self.machine.device)
 
     def verify(self, kernel: str, case: "Case", checks: Iterable[str]) -> "Verification":
         """Run the case and the checks in a worker, unless they passed there ahead. A crash or a hang is the verification's outcome."""
@@ -242,7 +241,7 @@ class Session:
 
         request = {"op": "verify", "kernel": kernel, "case": case.id, "checks": list(checks)}
         try:
-            return Verification.from_json(self.call(kernel, request))
+            return Verification.from_json(self.call(kernel, request, case))
         except DidNotRun as stopped:
             return Verification(outcome=stopped.outcome)
 

@@ -72,7 +72,7 @@ def _timed(item: pytest.Item, session: "Session", benchmark: Any, kernel: str, c
     """The worker's timing, and one more look at the results on fresh inputs; ends the test if either fails."""
     request = {"op": "time", "kernel": kernel, "case": case.id, "anchor": anchor, "memory_limit": session.options.memory_limit}
     try:
-        answer = session.call(kernel, request | _effort(session))
+        answer = session.call(kernel, request | _effort(session), case)
     except DidNotRun as stopped:
         answer = {"outcome": stopped.outcome.to_json()}
     outcome = known(session, kernel, case, outcome_from_json(answer["outcome"]))

@@ -52,6 +52,10 @@ def is_interpreted(kernel: Kernel, machine: Machine) -> bool:
     return kernel.is_triton and machine.device == "cpu"
 
 
+SLOW_FLOP = {"cpu": 1e11, "cuda": 1e15}
+"""The work of a case whose call takes seconds on any kernel."""
+
+
 class Malformed(CheckFailed):
     """A kernel returned something that is no result: the wrong shape, dtype or type."""
 
@@ -104,7 +108,7 @@ class Subject:
     @property
     def is_slow(self) -> bool:
         """Whether a call takes seconds: then checks make do with fewer of them."""
-        return is_interpreted(self.kernel, self.machine)
+        return is_interpreted(self.kernel, self.machine) or self.case.flop() > SLOW_FLOP[self.machine.device]
 
     def supports(self, case: Case) -> bool:
         """Whether the kernel declares that it can do the case on this machine."""

@@ -20,6 +20,15 @@ COMPILE_TIMEOUT_S = 240.0
 """What a case of a kernel that compiles has beyond --longca-timeout: its checks compile up to ten graphs, seconds each."""
 
 
+PATIENCE_FLOP_PER_S = {"cpu": 1e9, "cuda": 1e13}
+"""A case has a second beyond --longca-timeout for so much work: twenty calls of a fast kernel, or its reference and a few calls."""
+
+
+def patience_s(usual: float, compiles: bool, flop: int, device: str) -> float:
+    """How many seconds a case may take before it counts as a hang, where `usual` is what a small one has."""
+    return usual + COMPILE_TIMEOUT_S * compiles + flop / PATIENCE_FLOP_PER_S[device]
+
+
 class Executor(Protocol):
     """What runs requests: a worker process, or this process."""
 

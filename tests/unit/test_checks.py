@@ -18,10 +18,11 @@ from pytest_longca.hazards import neighbours
 from pytest_longca.inputs import Inputs
 from pytest_longca.kernel import AutogradCall, Call, Kernel
 from pytest_longca.kernels.naive import Naive
-from pytest_longca.machine import CPU
+from pytest_longca.machine import CPU, H200
 from pytest_longca.masks.document import CausalDocument
 from pytest_longca.masks.regular import Causal, Full
 from pytest_longca.outcome import Crashed, NotVerified, OutOfMemory, Passed, Unsupported, Wrong
+from pytest_longca.subject import Subject
 
 CASE = Case(mask=Causal(9, 9), batch=2, heads_q=4, heads_kv=2, head_dim=16)
 
@@ -283,3 +284,10 @@ def test_names_and_code_of_the_checks_agree() -> None:
 def test_an_unknown_check_lists_the_closest() -> None:
     with pytest.raises(InvalidArgument, match="unknown check 'turth': did you mean 'truth'"):
         select_checks(["turth"])
+
+
+def test_call_that_takes_seconds_is_slow_on_any_kernel() -> None:
+    long = Case(mask=Causal(256 * 1024, 256 * 1024), heads_q=64, heads_kv=8, head_dim=128, dtype="bf16")
+    assert Subject(Naive(), long, H200).is_slow
+    assert not Subject(Naive(), replace(long, mask=Causal(8192, 8192)), H200).is_slow
+    assert not Subject(Naive(), CASE, CPU).is_slow

@@ -15,7 +15,17 @@ from pytest_longca.errors import CheckFailed, InvalidArgument
 from pytest_longca.ids import parse_case
 from pytest_longca.inputs import Inputs
 from pytest_longca.kernel import Call, Kernel, Requirement
-from pytest_longca.known_failures import ANY, Entry, due, find, has_rows_without_keys, load, stale
+from pytest_longca.known_failures import (
+    ANY,
+    Entry,
+    due,
+    ends_in_half_a_tile,
+    find,
+    has_half_padded_head_dims,
+    has_rows_without_keys,
+    load,
+    stale,
+)
 from pytest_longca.machine import CPU, H200, Machine
 from pytest_longca.mask import Mask
 from pytest_longca.masks.block import UniformBlock
@@ -167,6 +177,21 @@ def test_file_is_read(tmp_path: Path) -> None:
 def test_file_that_cannot_be_right_says_where(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         load(written(tmp_path, text))
+
+
+def test_head_dims_of_an_odd_number_of_16s() -> None:
+    padded = [dim for dim in range(8, 136, 8) if has_half_padded_head_dims(Case(mask=Full(4, 4), head_dim=dim))]
+    assert padded == [8, 16, 40, 48, 72, 80, 104, 112]
+    assert has_half_padded_head_dims(Case(mask=Full(4, 4), head_dim=64, head_dim_v=16))
+
+
+@pytest.mark.parametrize(
+    ("mask", "ends"),
+    [(Full(4, 64), True), (Full(4, 192), True), (Full(64, 128), False), (Full(4, 65), False), (FullDocument((5, 64)), True)],
+    ids=str,
+)
+def test_keys_that_end_in_half_a_tile(mask: Mask, ends: bool) -> None:
+    assert ends_in_half_a_tile(Case(mask=mask)) is ends
 
 
 def test_entry_is_only_about_cases_with_its_property() -> None:

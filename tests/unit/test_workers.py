@@ -15,11 +15,11 @@ import pytest
 
 from pytest_longca.case import Case
 from pytest_longca.errors import DidNotRun, LongcaError
-from pytest_longca.masks.regular import Full
+from pytest_longca.masks.regular import Causal, Full
 from pytest_longca.outcome import Crashed, TimedOut
 from pytest_longca.sources import Source
 from pytest_longca.warming import Run, run_all
-from pytest_longca.workers import Worker
+from pytest_longca.workers import Worker, patience_s
 
 JOBS = """
 import ctypes, os, sys, time
@@ -179,3 +179,11 @@ def test_what_runs_ahead_may_be_stopped_at_any_moment_and_leaves_no_process(tmp_
     assert time.perf_counter() - before < 3
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPool")], "it may start a process yet"
     assert not [file for file in tmp_path.glob("*-*") if is_alive(int(file.name.rpartition("-")[2]))]
+
+
+def test_long_case_and_one_that_compiles_have_more_time() -> None:
+    long = Case(mask=Causal(512 * 1024, 512 * 1024), heads_q=64, heads_kv=8, head_dim=128, dtype="bf16")
+    small = Case(mask=Causal(64, 64), heads_q=4, heads_kv=2, head_dim=64)
+    assert patience_s(120.0, False, long.flop(), "cuda") > 120 + 20 * long.flop() / 300e12
+    assert patience_s(120.0, False, small.flop(), "cpu") == pytest.approx(120.0, abs=0.1)
+    assert patience_s(120.0, True, small.flop(), "cuda") == pytest.approx(360.0, abs=0.1)
