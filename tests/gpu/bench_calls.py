@@ -292,10 +292,9 @@ def profiled_ms(step: Step) -> tuple[float, float]:
 def run(kernels: list[str], minutes: float, figures_file: Path | None) -> int:
     """Everything, as far as the time goes, and the table; how many parts failed."""
     bench, failed = Bench(minutes, figures_file), 0
-    jobs = [functools.partial(overhead, bench, name, "causal") for name in kernels]
+    jobs = [functools.partial(overhead, bench, name, mask) for mask in ("causal", "full") for name in kernels]
     jobs += [functools.partial(compile_ahead, bench)]
     jobs += [functools.partial(clock, bench, name, seqlen) for seqlen in CLOCK_ROUNDS for name in CLOCK_KERNELS]
-    jobs += [functools.partial(overhead, bench, name, "full") for name in kernels]
     for job in jobs:
         if bench.late:
             break
