@@ -46,7 +46,12 @@ STAGES = (
     Stage("fa2_8k", 70, f"--kernels fa2 --masks causal,full --tokens 8192 --layouts striped {PEERS}"),
     Stage("fast", 120, "--kernels cudnn_flex --masks causal,full --tokens 32768 --layouts striped", 75),
     Stage("torch", 45, "--kernels= --peers torch --masks causal,full --tokens 32768,8192"),
-    Stage("documents", 75, f"--kernels fa2 --masks causal_document,full_document {ONCE} --peers ring-flash-attn"),
+    Stage(
+        "documents",
+        75,
+        "--kernels fa2 --masks causal_document,full_document --mechanisms ulysses,ring_p2p,ring_allgather --tokens 32768"
+        " --layouts zigzag,striped --no-exposed --peers ring-flash-attn",
+    ),
     Stage("zigzag", 100, f"--kernels fa2 --masks causal --layouts zigzag --tokens 32768,8192 {PEERS}"),
     Stage("heterogeneous", 90, f"--kernels flashmask --masks prefix_lm_causal,shared_question {ONCE}", 75),
     Stage("one_lane", 60, "--kernels fa2 --masks causal --tokens 32768 --lanes 1 --no-exposed"),
