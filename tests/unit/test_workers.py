@@ -167,7 +167,8 @@ def often_switching() -> Iterator[None]:
 
 @pytest.mark.usefixtures("often_switching")
 @pytest.mark.parametrize("time_to_start", range(5))
-def test_what_runs_ahead_may_be_stopped_at_any_moment_and_leaves_no_process(tmp_path: Path, time_to_start: int) -> None:
+def test_what_runs_ahead_may_be_stopped_at_any_moment_and_leaves_no_process(worker: Worker, tmp_path: Path, time_to_start: int) -> None:
+    pid(worker)  # the fork server dies with the thread that starts it: this one, as in a session
     path = tmp_path / "ahead_jobs.py"
     path.write_text(textwrap.dedent(AHEAD))
     case = Case(mask=Full(3, 3), heads_q=1, heads_kv=1, head_dim=8, dtype="fp32")
