@@ -24,8 +24,8 @@ from pytest_longca.sweep import SMALL_CELLS
 MAX_SPLIT_LOGIT = 1e-5 * 2**24
 """Where scores may be larger than this, their rounding to fp32 alone may cost more than 1e-5 of a probability: fp64 it is."""
 
-COMPILED_AREA = 2**36
-"""From so many visible pairs on (64K tokens of 64 causal heads) fusing the elementwise steps is worth compiling them."""
+COMPILED_AREA = 2**35
+"""From so many visible pairs on (32K tokens of 64 causal heads) fusing the elementwise steps is worth compiling them."""
 
 CACHED_BYTES = 4 * 2**30
 """What references that are kept may take together, on whatever machine."""
