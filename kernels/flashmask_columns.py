@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pytest_longca.kernels.flashmask_stretches import Ints, Stretches
+from pytest_longca.kernels.flashmask_stretches import Ints, Stretches, counts, spread
 
 
 def masked_queries(rows: Stretches, seqlen_q: int, seqlen_kv: int) -> Stretches | None:
@@ -13,67 +13,69 @@ def masked_queries(rows: Stretches, seqlen_q: int, seqlen_kv: int) -> Stretches 
     other. The ends of the runs cut the keys into ranges that the same runs mark: each is a stretch.
     """
     is_end, key, length, query, slope = _marks(rows, seqlen_q, seqlen_kv)
-    edges = np.unique(np.concatenate((key, key + length, (0, seqlen_kv))))
-    ranges = len(edges) - 1
-    low, high = np.searchsorted(edges, key), np.searchsorted(edges, key + length)
-    cover = high - low
-    total = int(cover.sum())
+    edges = np.sort(np.concatenate((key, key + length, (0, seqlen_kv))))
+    first = edges[:-1][edges[1:] != edges[:-1]]
+    ranges = len(first)
+    low, high = np.searchsorted(first, (key, key + length))
+    run, number = spread(high - low)
+    total = len(run)
     if total > 4 * ranges:  # more than two begins and two ends for each
         return None
-    run = np.repeat(np.arange(len(key)), cover)
-    inside = low[run] + np.arange(total) - np.repeat(np.cumsum(cover) - cover, cover)
+    inside = low[run] + number
     slot = is_end[run] * ranges + inside
     marks = np.bincount(slot, minlength=2 * ranges)
-    if marks.max(initial=0) > 2:
+    pieces = max(1, int(marks.max(initial=0)))
+    if pieces > 2:
         return None
     # The marks of a key come in the order of its queries, and of equal indices the last one is kept.
-    chosen = np.full((2, 2 * ranges), total)
-    chosen[0, slot[::-1]] = np.arange(total)[::-1]
-    chosen[1, slot] = np.arange(total)
+    chosen, order = np.full((2, 2 * ranges), total), np.arange(total)
+    chosen[0, slot[::-1]] = order[::-1]
+    chosen[1, slot] = order
     chosen[1, marks < 2] = total
-    value = np.append(query[run] + slope[run] * (edges[inside] - key[run]), 0)
-    pieces = max(1, int(marks.max(initial=0)))
-    bounds, slopes = (x[chosen[:pieces]].reshape(pieces, 2, ranges) for x in (value, np.append(slope[run], 0)))
-    return Stretches(edges[:-1], np.diff(edges), bounds, slopes)
+    values = np.zeros((2, total + 1), np.int64)
+    values[0, :-1] = query[run] + slope[run] * (first[inside] - key[run])
+    values[1, :-1] = slope[run]
+    bounds, slopes = values.take(chosen[:pieces], 1).reshape(2, pieces, 2, ranges)
+    return Stretches(first, counts(first, seqlen_kv), bounds, slopes)
 
 
 def visible_queries(masked: Stretches, seqlen_q: int) -> Stretches:
     """The visible queries of each key: what its masked ones leave, one interval more."""
-    unused = masked.bounds[:, 1] == 0
-    begin, end = np.where(unused, seqlen_q, masked.bounds[:, 0]), np.where(unused, seqlen_q, masked.bounds[:, 1])
-    nothing = np.zeros((1, len(masked.first)), np.int64)
-    bounds = np.stack((np.concatenate((nothing, end)), np.concatenate((begin, nothing + seqlen_q))), 1)
-    slopes = np.stack((np.concatenate((nothing, masked.slopes[:, 1])), np.concatenate((masked.slopes[:, 0], nothing))), 1)
-    return Stretches(masked.first, masked.count, bounds, slopes)
+    slopes = np.zeros((masked.pieces + 1, 2, len(masked.first)), np.int64)
+    slopes[1:, 0], slopes[:-1, 1] = masked.slopes[:, 1], masked.slopes[:, 0]
+    return Stretches(masked.first, masked.count, _gaps(masked.bounds, seqlen_q), slopes)
 
 
-def _marks(rows: Stretches, seqlen_q: int, seqlen_kv: int) -> Ints:
-    """Runs of keys that become masked, then runs that become visible again: int64 `[5, runs]`: (0 or 1, first key, keys, query, slope).
+def _marks(rows: Stretches, seqlen_q: int, seqlen_kv: int) -> tuple[Ints, ...]:
+    """Runs of keys that become masked, then runs that become visible again: (0 or 1, first key, keys, query, slope) of each.
 
     `query` marks the first key, and each next key is marked by `slope` queries later. The runs that mark a key are in the order of the
     queries: stretch by stretch; what happens before it, then inside it, where its upper interval passes a key before the lower one does.
     """
-    everything, nothing = np.zeros((rows.pieces, 2, 1), np.int64), np.zeros((rows.pieces, 1), np.int64)
-    everything[0, 1] = seqlen_kv
-    before, after = np.concatenate((everything, rows.last_bounds), 2), np.concatenate((rows.bounds, everything), 2)
-    keys, counts = rows.bounds[::-1], rows.slopes[::-1] * (rows.count - 1)
-    at_begin = np.append(rows.first, seqlen_q)
-    found = []
-    for side, between in enumerate((_differences(before, after, seqlen_kv), _differences(after, before, seqlen_kv))):
-        key = np.concatenate((between[0], np.concatenate((keys[:, side], nothing), 1))).T  # [stretches + 1, runs]
-        length = np.concatenate((between[1], np.concatenate((counts[:, side], nothing), 1))).T
-        stretch, kind = np.nonzero(length > 0)
-        is_inside = kind >= len(between[0])
-        query = at_begin[stretch] + is_inside
-        found.append(np.stack((np.full_like(stretch, side), key[stretch, kind], length[stretch, kind], query, is_inside)))
-    return np.concatenate(found, 1)
+    pieces, stretches = rows.pieces, len(rows.first)
+    seen = np.zeros((2, pieces, 2, stretches + 1), np.int64)  # before each stretch and from it on
+    seen[:, 0, 1] = seqlen_kv
+    seen[0, ..., 1:], seen[1, ..., :-1] = rows.last_bounds, rows.bounds
+    gaps = _gaps(seen[::-1], seqlen_kv)
+    start = np.maximum(seen[:, :, None, 0], gaps[:, None, :, 0])
+    stop = np.minimum(seen[:, :, None, 1], gaps[:, None, :, 1])
+    between = pieces * (pieces + 1)
+    key, length = np.zeros((2, 2, between + pieces, stretches + 1), np.int64)
+    key[:, :between] = start.reshape(2, between, -1)
+    length[:, :between] = (stop - start).reshape(2, between, -1)
+    key[:, between:, :-1] = rows.bounds[::-1].swapaxes(0, 1)
+    length[:, between:, :-1] = (rows.slopes[::-1] * (rows.count - 1)).swapaxes(0, 1)
+    side, stretch, kind = np.nonzero(length.swapaxes(1, 2) > 0)
+    is_inside = (kind >= between).astype(np.int64)
+    query = np.concatenate((rows.first, [seqlen_q]))[stretch] + is_inside
+    return side, key[side, kind, stretch], length[side, kind, stretch], query, is_inside
 
 
-def _differences(a: Ints, b: Ints, seqlen_kv: int) -> tuple[Ints, Ints]:
-    """(first key, keys) of the parts of a \\ b for intervals `[pieces, 2, entries]`: `[parts, entries]`, some of them without keys."""
-    unused = b[:, 1] == 0
-    nothing = np.zeros((1, b.shape[2]), np.int64)
-    low = np.concatenate((nothing, np.where(unused, seqlen_kv, b[:, 1])))  # what lies between the intervals of b
-    high = np.concatenate((np.where(unused, seqlen_kv, b[:, 0]), nothing + seqlen_kv))
-    start = np.maximum(a[:, None, 0], low)
-    return start.reshape(-1, start.shape[2]), (np.minimum(a[:, None, 1], high) - start).reshape(-1, start.shape[2])
+def _gaps(intervals: Ints, size: int) -> Ints:
+    """What intervals `[..., pieces, 2, entries]` leave of `size`: `[..., pieces + 1, 2, entries]`, some of them empty."""
+    *outer, pieces, _, entries = intervals.shape
+    gaps = np.zeros((*outer, pieces + 1, 2, entries), np.int64)
+    used = np.where(intervals[..., 1:, :] == 0, size, intervals)
+    gaps[..., 1:, 0, :], gaps[..., :-1, 1, :] = used[..., 1, :], used[..., 0, :]
+    gaps[..., -1, 1, :] = size
+    return gaps

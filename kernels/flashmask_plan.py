@@ -8,14 +8,15 @@ all in numpy on their stretches, and sends the columns and all tables back in an
 """
 
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pytest_longca.kernels.flashmask_columns import masked_queries, visible_queries
-from pytest_longca.kernels.flashmask_stretches import Ints, Stretches
-from pytest_longca.kernels.flashmask_tiles import FULL, PARTIAL, tile_runs
+from pytest_longca.kernels.flashmask_stretches import Ints, Ints32, Stretches, spread
+from pytest_longca.kernels.flashmask_tiles import PARTIAL, Grid, tile_runs
 
 WORTH_SPLITTING = 0.01
 """Entries whose work is below this part of a processor's share are not split."""
@@ -130,11 +131,11 @@ def make_plan(
     if len(columns) < batch:
         return None
     by_rows = list(dict.fromkeys((tile.block, tile.step) for tile in (fwd, dq) if tile))
-    drafts = [_draft(*_entries(rows, seqlen_q, seqlen_kv, *sizes, by_keys=False), 1, 0.0) for sizes in by_rows]
+    kernels = [[Grid(own, seqlen_kv, *sizes, by_keys=False) for own in rows] for sizes in by_rows]
     if dkdv:
         seen = [visible_queries(own, seqlen_q) for own in columns]
-        found = _entries(seen, seqlen_kv, seqlen_q, dkdv.block, dkdv.step, by_keys=True)
-        drafts.append(_draft(*found, group, processors / heads))
+        kernels.append([Grid(own, seqlen_q, dkdv.block, dkdv.step, by_keys=True) for own in seen])
+    drafts = _drafts(kernels, group, processors / heads)
     table, schedules = _on_device(columns, seqlen_kv, drafts, row_intervals.device)
     return Plan(
         rows=row_intervals[:, 0].reshape(batch, -1, 4).contiguous(),
@@ -147,79 +148,94 @@ def make_plan(
     )
 
 
-def _entries(masks: list[Stretches], num_lines: int, others: int, block: int, step: int, *, by_keys: bool) -> tuple[int, Ints]:
-    """(entries, runs int64 `[runs, 4]`: entry, first tile, tiles, class) of one kernel over the batches of a mask; see `tile_runs`."""
-    blocks = -(-num_lines // block)
-    runs = [tile_runs(lines, others, block, step, by_keys=by_keys) for lines in masks]
-    for batch, own in enumerate(runs):
-        own[:, 0] += batch * blocks
-    return len(masks) * blocks, np.concatenate(runs)
-
-
 @dataclass(frozen=True, slots=True)
 class _Draft:
     """A schedule whose tables are still on the host."""
 
-    tables: tuple[Ints, Ints, Ints]
+    tables: tuple[Ints32, Ints32, Ints]
     slots: int
     whole: int
     longest: float
 
 
-def _draft(entries: int, runs: Ints, group: int, rate: float) -> _Draft:
-    """The schedule of one kernel, whose entries may be split over the heads of their group for `rate` processors each."""
-    kinds = [runs[runs[:, 3] == kind] for kind in (FULL, PARTIAL)]
-    table = np.concatenate((*(kind[:, 1:3] for kind in kinds), np.zeros((1, 2), np.int64)))
-    walks = [_walks(kinds[0], entries, 0), _walks(kinds[1], entries, len(kinds[0]))]
-    heads, splits, slots, whole, longest = _items(walks[0][:, 2] + walks[1][:, 2], group, rate)
-    entry = heads[:, 0]
-    parts = [part for walk in walks for part in (walk[entry], table[walk[entry, 0]])]
-    items = np.concatenate((heads, *parts, np.zeros((len(entry), 2), np.int64)), 1)
+def _drafts(kernels: list[list[Grid]], group: int, rate: float) -> list[_Draft]:
+    """The schedule of each kernel from its grids. The entries of one by keys may be split over the heads of their group."""
+    runs = tile_runs([grid for grids in kernels for grid in grids])
+    entries = [0, *accumulate(sum(grid.blocks for grid in grids) for grids in kernels)]
+    borders = np.searchsorted(runs[0], entries).tolist()
+    return [
+        _draft(runs[:, slice(*own_runs)], *own_entries, *((group, rate) if grids[0].by_keys else (1, 0.0)))
+        for grids, own_runs, own_entries in zip(kernels, pairwise(borders), pairwise(entries), strict=True)
+    ]
+
+
+def _draft(runs: Ints, begin: int, end: int, group: int, rate: float) -> _Draft:
+    """The schedule of the kernel with entries `begin` to `end`, which may be split over the heads of their group; see `_items`."""
+    entries = end - begin
+    is_partial = runs[3] == PARTIAL
+    order = is_partial.argsort(kind="stable")
+    table = np.zeros((len(order) + 1, 2), np.int32)
+    table[:-1, 0], table[:-1, 1] = runs[1].take(order), runs[2].take(order)
+    count = np.bincount(runs[0] + is_partial * entries - begin, minlength=2 * entries)
+    last = count.cumsum()
+    first = last - count
+    before = np.zeros(len(table), np.int64)
+    table[:-1, 1].cumsum(out=before[1:])
+    tiles = before[last] - before[first]
+    walks = np.array((first, last, tiles, *table.take(first, 0).T), np.int32).reshape(5, 2, entries).swapaxes(0, 1)
+    programs, splits, longest = _programs(tiles[:entries] + tiles[entries:], group, rate)
+    items = np.zeros((programs.shape[1], 16), np.int32)
+    items[:, :4] = programs.T
+    items[:, 4:14] = walks.reshape(10, entries).take(programs[0], 1).T
+    slots = int(splits[:, 2].sum())
+    whole = int((programs[3] >= 0).argmax()) if slots else len(items)
     return _Draft((table, items, splits), slots, whole, longest)
 
 
-def _walks(runs: Ints, entries: int, offset: int) -> Ints:
-    """`[entries, 3]`: (first run, one past the last, tiles) of each entry in runs of one class, the first of which is number `offset`."""
-    last = np.cumsum(np.bincount(runs[:, 0], minlength=entries))
-    sums = np.concatenate(([0], np.cumsum(runs[:, 2])))
-    first = np.concatenate(([0], last[:-1])) if entries else last
-    return np.stack((first + offset, last + offset, sums[last] - sums[first]), 1)
+def _programs(tiles: Ints, group: int, rate: float) -> tuple[Ints, Ints, float]:
+    """(`[4, programs]`: what items begin with; splits, longest) of entries with `tiles` tiles a head; see Schedule."""
+    if group > 1 and rate:
+        programs, splits = _split(tiles, group, rate)
+    else:
+        programs, splits = np.zeros((4, len(tiles)), np.int64), np.zeros((0, 3), np.int64)
+        programs[0], programs[2], programs[3] = np.arange(len(tiles)), group, -1
+    size = tiles[programs[0]] * programs[2]
+    longest = float(size.max()) / (max(1, int(size.sum())) / len(size)) if len(size) else 0.0
+    return programs.take((-size).argsort(kind="stable"), 1), splits, longest
 
 
-def _items(tiles: Ints, group: int, rate: float) -> tuple[Ints, Ints, int, int, float]:
-    """(the first four columns of items, splits, slots, whole, longest) of entries with `tiles` tiles a head; see Schedule.
+def _split(tiles: Ints, group: int, rate: float) -> tuple[Ints, Ints]:
+    """(entry, first head, heads, slot or -1) of each program and the splits, in the order of the entries."""
+    heads = _heads_each(tiles * group, group, rate)
+    pieces = -(-group // heads)
+    entry, number = spread(pieces)
+    own = heads[entry]
+    first = number * own
+    is_split = own < group
+    slot = np.where(is_split, is_split.cumsum() - 1, -1)
+    split = np.flatnonzero(heads < group)
+    slots = pieces[split]
+    return np.array((entry, first, np.minimum(own, group - first), slot)), np.array((split, slots.cumsum() - slots, slots)).T
+
+
+def _heads_each(work: Ints, group: int, rate: float) -> Ints:
+    """How many heads of the group a program of each entry takes.
 
     From the heaviest entry on, each is split over heads so far that none of its programs takes more than a processor's share of the work
     that is left: at the end all processors stop together. Entries too light to matter stay whole.
     """
-    work = tiles * group
-    total = max(1, int(work.sum()))
-    by_work = np.argsort(-work, kind="stable")
+    by_work = np.argsort(-work, kind="stable")[::-1]
     left = np.empty_like(work)
-    left[by_work] = np.cumsum(work[by_work][::-1])[::-1]
-    wanted = np.where(rate * work < WORTH_SPLITTING * total, 1.0, np.ceil(rate * work / np.maximum(left, 1)))
-    heads = -(-group // np.clip(wanted, 1, group).astype(np.int64))
-    pieces = -(-group // heads)
-    before = np.cumsum(pieces) - pieces
-    entry = np.repeat(np.arange(len(tiles)), pieces)
-    is_split = pieces > 1
-    slot = np.where(is_split[entry], np.cumsum(is_split[entry]) - 1, -1)
-    first = (np.arange(len(entry)) - before[entry]) * heads[entry]
-    count = np.minimum(heads[entry], group - first)
-    size = tiles[entry] * count
-    order = np.argsort(-size, kind="stable")
-    items = np.stack((entry, first, count, slot), 1)[order]
-    split = is_split.nonzero()[0]
-    splits = np.stack((split, np.cumsum(pieces[split]) - pieces[split], pieces[split]), 1)
-    whole = int(np.argmax(items[:, 3] >= 0)) if len(split) else len(items)
-    longest = float(size.max()) / (total / len(items)) if len(items) else 0.0
-    return items, splits, int(pieces[split].sum()), whole, longest
+    left[by_work] = work[by_work].cumsum()
+    wanted = np.where(rate * work < WORTH_SPLITTING * work.sum(), 1.0, np.ceil(rate * work / np.maximum(left, 1)))
+    heads: Ints = -(-group // np.clip(wanted, 1, group).astype(np.int64))
+    return heads
 
 
 def _on_device(columns: list[Stretches], seqlen_kv: int, drafts: list[_Draft], device: torch.device) -> tuple[Tensor, list[Schedule]]:
     """The columns int32 `[mask batch, seqlen_kv, 4]` and the schedules in device memory, sent as one buffer."""
     sizes = [len(columns) * seqlen_kv * 4, *(table.size for draft in drafts for table in draft.tables)]
-    offsets = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
+    offsets = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
     buffer = np.empty(offsets[-1], np.int32)
     for own, table in zip(columns, buffer[: sizes[0]].reshape(len(columns), seqlen_kv, 4), strict=True):
         own.fill(table)
@@ -227,7 +243,7 @@ def _on_device(columns: list[Stretches], seqlen_kv: int, drafts: list[_Draft], d
     for table, offset in zip(tables, offsets[1:], strict=False):
         buffer[offset : offset + table.size] = table.ravel()
     sent = torch.from_numpy(buffer).to(device)
-    views = [sent[offset : offset + table.size].view(table.shape) for table, offset in zip(tables, offsets[1:], strict=False)]
+    views = [sent.as_strided(table.shape, (table.shape[1], 1), offset) for table, offset in zip(tables, offsets[1:], strict=False)]
     triples = zip(views[::3], views[1::3], views[2::3], strict=True)
     schedules = [Schedule(*triple, draft.slots, draft.whole, draft.longest) for triple, draft in zip(triples, drafts, strict=True)]
     return sent[: sizes[0]].view(len(columns), seqlen_kv, 4), schedules

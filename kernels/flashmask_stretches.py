@@ -2,6 +2,8 @@
 
 A static mask of any length is a few stretches for each document, so all that FlashMask derives from one costs numpy on the host next
 to nothing. Intervals that follow no such rule are as many stretches as lines: the same results, in time that grows with the lines.
+
+Only `of` and `fill` touch every line. They take an interval's start and end as one int64, whose step to the next line tells both steps.
 """
 
 from dataclasses import dataclass
@@ -12,6 +14,12 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Ints32 = NDArray[np.int32]
+
+END = 1 << 32
+"""What an end counts beside its start in one int64; ends and steps are smaller."""
+
+LEAP = np.iinfo(np.int64).min
+"""No step between lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +38,21 @@ class Stretches:
     @classmethod
     def of(cls, lines: Ints32) -> Self:
         """The stretches of canonical intervals `[lines, 2, 2]`; two pieces only if one line has two."""
-        pieces = 2 if lines[:, 1, 1].any() else 1
-        ends = np.ascontiguousarray(lines[:, :pieces].reshape(len(lines), 2 * pieces).T)
-        steps = np.diff(ends)
-        leap = np.bitwise_or.reduce(steps).view(np.uint32) > 1  # an end goes neither on by one nor stays
-        code = steps[0] | steps[1] << 1
-        if pieces == 2:
-            code |= steps[2] << 2 | steps[3] << 3
-        begins = leap.copy()
-        begins[1:] |= (code[1:] != code[:-1]) & ~leap[:-1]  # after a leap any steps do
-        first = np.flatnonzero(np.concatenate((np.ones(min(1, len(lines)), np.bool_), begins)))
-        count = np.diff(first, append=len(lines))
-        bounds, slopes = ends[:, first].astype(np.int64), np.zeros((2 * pieces, len(first)), np.int64)
-        long = count > 1
-        slopes[:, long] = steps[:, first[long]]
-        return cls(first, count, bounds.reshape(pieces, 2, -1), slopes.reshape(pieces, 2, -1))
+        ends = np.ascontiguousarray(lines).reshape(-1, 4)
+        pairs = ends.view(np.int64)
+        steps = np.empty_like(pairs)
+        steps[:1] = LEAP
+        np.subtract(pairs[1:], pairs[:-1], out=steps[1:])
+        first = _begins(steps)
+        count = counts(first, len(ends))
+        bounds = ends.take(first, 0).T.astype(np.int64)
+        slopes = ends.take(first + (count > 1), 0).T - bounds
+        pieces = 2 if bounds[3].any() else 1
+        return cls(first, count, *(x[: 2 * pieces].reshape(pieces, 2, -1) for x in (bounds, slopes)))
+
+    @property
+    def lines(self) -> int:
+        return int(self.first[-1] + self.count[-1]) if len(self.first) else 0
 
     @property
     def pieces(self) -> int:
@@ -56,22 +64,56 @@ class Stretches:
         last: Ints = self.bounds + self.slopes * (self.count - 1)
         return last
 
-    def cut(self, block: int) -> Self:
-        """The same lines, no stretch of which goes on over a multiple of `block`."""
-        lines = int(self.count.sum())
-        first = np.union1d(self.first, np.arange(0, lines, block))
-        owner = np.searchsorted(self.first, first, side="right") - 1
-        slopes = self.slopes[..., owner]
-        bounds = self.bounds[..., owner] + slopes * (first - self.first[owner])
-        return type(self)(first, np.diff(first, append=lines), bounds, slopes)
+    def cut(self, block: int) -> tuple[Ints, Ints, Ints]:
+        """All intervals but empty ones, cut where the lines come to a multiple of `block`: (block, lines, ends) of each part.
+
+        `lines` int64 `[2, parts]`: the first and the last. `ends` int64 `[2, 2, parts]`: (start on the first line, start on the last;
+        end on the first line, end on the last).
+        """
+        piece, stretch = np.nonzero(self.last_bounds[:, 1] > self.bounds[:, 0])
+        first, slopes = self.first[stretch], self.slopes[piece, :, stretch].T
+        at_zero = self.bounds[piece, :, stretch].T - slopes * first
+        last = first + self.count[stretch] - 1
+        first_block = first // block
+        owner, number = spread(last // block - first_block + 1)
+        within = first_block[owner] + number
+        lines = np.empty((2, len(owner)), np.int64)
+        np.maximum(first[owner], within * block, out=lines[0])
+        np.minimum(last[owner], within * block + (block - 1), out=lines[1])
+        return within, lines, at_zero.take(owner, 1)[:, None] + slopes.take(owner, 1)[:, None] * lines
 
     def fill(self, table: Ints32) -> None:
         """Write the intervals of all lines into `[lines, 4]`."""
-        ends = 2 * self.pieces
-        at_zero = np.zeros((len(self.first), 4), np.int32)
-        at_zero[:, :ends] = (self.bounds - self.slopes * self.first).reshape(ends, -1).T
-        table[:] = np.repeat(at_zero, self.count, axis=0)
-        line = np.arange(len(table), dtype=np.int32)
-        for end, slope in enumerate(self.slopes.reshape(ends, -1).astype(np.int32)):
-            if slope.any():
-                table[:, end] += np.repeat(slope, self.count) * line
+        pairs = table.view(np.int64)
+        pairs[:, self.pieces :] = 0
+        bounds, slopes, last = (x[:, 0] + x[:, 1] * END for x in (self.bounds, self.slopes, self.last_bounds))
+        bounds[:, 1:] -= last[:, :-1]  # the steps between stretches
+        for piece in range(self.pieces):
+            steps = slopes[piece].repeat(self.count)
+            steps[self.first] = bounds[piece]
+            pairs[:, piece] = steps.cumsum()
+
+
+def counts(first: Ints, lines: int) -> Ints:
+    """The lines of each of the parts that begin at `first` and follow each other to the end."""
+    return np.concatenate((first[1:], [lines])) - first
+
+
+def spread(counts: Ints) -> tuple[Ints, Ints]:
+    """(owner, number among its owner's) of `counts` elements for each owner, one owner's after the other's."""
+    owner = np.arange(len(counts)).repeat(counts)
+    return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
+
+
+def _begins(steps: Ints) -> Ints:
+    """The first lines of stretches, from the steps that lead to each line, `[lines, 2]`; a leap leads to the first.
+
+    A leap, where an end goes neither on by one nor stays, begins a stretch; after a leap any steps do.
+    """
+    is_turn = np.not_equal(steps[1:], steps[:-1]).view(np.uint16) != 0  # of either interval
+    begin = np.concatenate(([0], np.flatnonzero(is_turn) + 1))[: len(steps)]  # of lines that equal steps lead to
+    size = counts(begin, len(steps))
+    is_leap = np.bitwise_or.reduce(steps.take(begin, 0) & ~(END + 1), 1) != 0
+    size[1:] = np.where(is_leap[1:], size[1:], ~is_leap[:-1])
+    owner, number = spread(size)
+    return begin[owner] + number

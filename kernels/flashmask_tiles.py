@@ -1,44 +1,85 @@
 """Which tiles of a mask are full and which are partial, as runs along the lines' blocks, from stretches: no map of all tiles."""
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
 import numpy as np
 
 from pytest_longca.kernels.flashmask_stretches import Ints, Stretches
 
-FULL, PARTIAL = 1, 2
+PARTIAL, FULL = 1, 2
 """Classes of tiles; absent is 0."""
 
 FILLED = 1 << 32
-"""The weight of a line that fills a tile, in sums whose lower bits count the intervals that touch it."""
+"""The weight of a filled line in sums whose lower bits count the intervals that touch a tile."""
 
 
-def tile_runs(lines: Stretches, others: int, block: int, step: int, *, by_keys: bool) -> Ints:
-    """Consecutive tiles of one class, int64 `[runs, 4]`: (block of lines, first tile, tiles, FULL or PARTIAL), ascending.
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The tiles of one kernel on one batch of a mask: blocks of `block` lines, each with all tiles of `step` of the `others`.
 
-    `lines` are the visible intervals of each query among `others` keys, or (`by_keys`) of each key among the queries. Full: every pair is
-    visible, and the tile does not reach beyond the last key. The interval of a stretch inside one block touches a run of tiles, and all
-    of its lines fill another run.
+    `lines` are the visible intervals of each query among `others` keys, or (`by_keys`) of each key among the queries.
     """
-    num_lines, tiles = int(lines.count.sum()), -(-others // step)
-    parts = lines.cut(block)
-    last = parts.last_bounds
-    low, high = parts.bounds[:, 0] // step, -(-last[:, 1] // step)
-    high = np.where(last[:, 1] > parts.bounds[:, 0], high, low)  # an empty interval touches nothing
-    filled_low, filled_high = -(-last[:, 0] // step), parts.bounds[:, 1] // step
-    if by_keys:  # the last tile of queries is full without those that do not exist
-        filled_high = np.where(parts.bounds[:, 1] == others, tiles, filled_high)
-    filled_high = np.maximum(filled_low, filled_high)
-    row = parts.first // block * (tiles + 1)
-    touching, filling = np.ones_like(low), np.broadcast_to(parts.count * FILLED, low.shape)
-    at = np.concatenate([(row + edge).ravel() for edge in (low, high, filled_low, filled_high)])
-    weight = np.concatenate([x.ravel() for x in (touching, -touching, filling, -filling)])
-    order = np.argsort(at, kind="stable")
-    at, total = at[order], np.cumsum(weight[order])
-    is_last = np.append(at[1:] != at[:-1], True)[: len(at)]
-    at, total = at[is_last], total[is_last]
-    owner = at // (tiles + 1)
-    height = np.full_like(owner, block) if by_keys else np.minimum(block, num_lines - owner * block)
-    kind = np.where(total // FILLED == height, FULL, np.where(total % FILLED > 0, PARTIAL, 0))
-    changes = np.append(True, kind[1:] != kind[:-1])[: len(kind)]
-    at, kind, owner = at[changes], kind[changes], owner[changes]
-    runs: Ints = np.stack((owner, at - owner * (tiles + 1), np.diff(at, append=at[-1:]), kind), 1)[kind > 0]
+
+    lines: Stretches
+    others: int
+    block: int
+    step: int
+    by_keys: bool
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.lines.lines // self.block)
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.others // self.step)
+
+
+def tile_runs(grids: Sequence[Grid]) -> Ints:
+    """Consecutive tiles of one class, int64 `[4, runs]`: (entry, first tile, tiles, FULL or PARTIAL), ascending.
+
+    Entries are the blocks of one grid after the other: all of them in one pass, since short masks cost what numpy's calls cost. Full:
+    every pair is visible, and the tile does not reach beyond the last key.
+    """
+    width = 1 + max(grid.tiles for grid in grids)
+    height = FILLED * math.lcm(*(grid.block for grid in grids))  # of every block, as far as its lines count for that
+    origins = [0, *accumulate(grid.blocks * width for grid in grids)]
+    found = [_edges(grid, origin, width, height // grid.block) for grid, origin in zip(grids, origins, strict=False)]
+    edges = np.concatenate(([-1], *(at for at, _ in found), origins[-1:]))  # nothing changes at the first and the last
+    weight = np.concatenate(([0], *(own for _, own in found), [0]))
+    order = edges.argsort(kind="stable")  # one stretch in a block, as most have, is sorted already
+    total = weight[order].cumsum()
+    edges = edges[order]
+    last = np.flatnonzero(edges[1:] != edges[:-1])
+    edges, total = edges[last], total[last]
+    kind = (total > 0).view(np.int8) + (total >= height).view(np.int8)
+    change = np.flatnonzero(kind[1:] != kind[:-1]) + 1
+    edges, kind = edges[change], kind[change]
+    visited = np.flatnonzero(kind)
+    first = edges[visited]
+    entry = first // width
+    runs: Ints = np.array((entry, first - entry * width, edges[visited + 1] - first, kind[visited]))
     return runs
+
+
+def _edges(grid: Grid, origin: int, width: int, line: int) -> tuple[Ints, Ints]:
+    """(tile, what counts from it on) where the intervals of `grid` begin and end to touch tiles and to fill them.
+
+    The interval of a stretch inside one block touches a run of tiles, and all of its lines fill another run, for `line` each. The tiles
+    of a block begin at `origin` and the next block's are `width` further.
+    """
+    block, lines, ends = grid.lines.cut(grid.block)
+    filled = (lines[1] - lines[0] + 1) * line
+    if grid.by_keys:  # the last tile of queries is full without those that do not exist
+        ends[1, 0, ends[1, 0] == grid.others] = grid.tiles * grid.step
+    elif missing := -grid.lines.lines % grid.block:  # and so is the last block's
+        filled[lines[1] == grid.lines.lines - 1] += missing * line
+    ends[:, 1] += grid.step - 1
+    touch, fill, full_until, until = (ends // grid.step + (origin + block * width)).reshape(4, -1)
+    at, weight = np.empty((2, len(block), 4), np.int64)
+    for i, (edge, change) in enumerate(((touch, 1), (fill, filled), (np.maximum(fill, full_until), -filled), (until, -1))):
+        at[:, i], weight[:, i] = edge, change
+    return at.ravel(), weight.ravel()

@@ -1,5 +1,7 @@
 """FlashMask's plan against brute force: every tile's class, every program's walk, every head's turn, and what a plan costs the host."""
 
+import itertools
+import math
 from random import Random
 
 import numpy as np
@@ -12,7 +14,7 @@ from pytest_longca import catalogue
 from pytest_longca.case import Case
 from pytest_longca.intervals import columns_of
 from pytest_longca.kernels.flashmask import HOPPER, plan_case
-from pytest_longca.kernels.flashmask_plan import Launch, Plan, Schedule, Tile, make_plan
+from pytest_longca.kernels.flashmask_plan import WORTH_SPLITTING, Launch, Plan, Schedule, Tile, make_plan
 from pytest_longca.kernels.flashmask_stretches import Stretches
 from pytest_longca.kernels.flashmask_tiles import FULL, PARTIAL
 from tests.unit.dispatched import Dispatched
@@ -59,16 +61,61 @@ def walk(schedule: Schedule, entry: int, kind: int) -> list[int]:
     return visited
 
 
+def classes(visible: torch.Tensor, block_q: int, block_kv: int, by_keys: bool) -> torch.Tensor:
+    """The class of every tile, by the dense mask: `[entries, tiles]`."""
+    kinds = torch.tensor([[kind(rows, block_kv) for rows in columns.split(block_q)] for columns in visible.split(block_kv, 1)])
+    return kinds if by_keys else kinds.T
+
+
 def check_walks(plan: Plan, visible: torch.Tensor, fwd: Tile, dkdv: Tile) -> None:
     """Every program visits exactly the full and the partial tiles of its block, in order; the map is computed from the dense mask."""
     assert plan.dkdv is not None
-    for schedule, block_q, block_kv, by_keys in ((plan.fwd, fwd.block, fwd.step, False), (plan.dkdv, dkdv.step, dkdv.block, True)):
-        kinds = [[kind(rows, block_kv) for rows in columns.split(block_q)] for columns in visible.split(block_kv, 1)]
-        classes = torch.tensor(kinds) if by_keys else torch.tensor(kinds).T
-        assert len(schedule.items) == len(classes)
-        for entry, expected in enumerate(classes):
+    for schedule, *sizes in ((plan.fwd, fwd.block, fwd.step, False), (plan.dkdv, dkdv.step, dkdv.block, True)):
+        found = classes(visible, *sizes)
+        assert len(schedule.items) == len(found)
+        for entry, expected in enumerate(found):
             assert walk(schedule, entry, 0) == (expected == FULL).nonzero()[:, 0].tolist()
             assert walk(schedule, entry, 1) == (expected == PARTIAL).nonzero()[:, 0].tolist()
+
+
+def plain_schedule(found: list[list[int]], group: int, rate: float) -> dict[str, object]:
+    """What a schedule is, number by number, from the class of every tile."""
+    runs: list[list[int]] = []
+    walks: list[list[int]] = [[] for _ in found]
+    for kind in (FULL, PARTIAL):
+        for row, own in zip(found, walks, strict=True):
+            first = len(runs)
+            for is_kind, tiles in itertools.groupby(range(len(row)), lambda tile, row=row, kind=kind: row[tile] == kind):
+                if is_kind:
+                    begin, *more = tiles
+                    runs.append([begin, 1 + len(more)])
+            own += [first, len(runs), sum(length for _, length in runs[first:])]
+    runs.append([0, 0])
+    work = [group * (own[2] + own[5]) for own in walks]
+    left, heads = sum(work), {}
+    for entry in sorted(range(len(work)), key=lambda entry: -work[entry]):
+        is_light = rate * work[entry] < WORTH_SPLITTING * max(1, sum(work))
+        heads[entry] = group if is_light else -(-group // min(group, max(1, math.ceil(rate * work[entry] / max(left, 1)))))
+        left -= work[entry]
+    programs = [[entry, first, min(heads[entry], group - first)] for entry in range(len(work)) for first in range(0, group, heads[entry])]
+    split = [program for program in programs if program[2] < group]
+    for program in programs:
+        program.append(split.index(program) if program in split else -1)
+    sizes = [work[entry] // group * count for entry, _, count, _ in programs]
+    order = sorted(range(len(programs)), key=lambda i: -sizes[i])
+    slots = [[slot for owner, _, _, slot in programs if owner == entry and slot >= 0] for entry in range(len(work))]
+    items = [
+        programs[i] + [x for part in (0, 3) for x in (*walks[programs[i][0]][part : part + 3], *runs[walks[programs[i][0]][part]])]
+        for i in order
+    ]
+    return {
+        "runs": runs,
+        "items": [[*item, 0, 0] for item in items],
+        "splits": [[entry, own[0], len(own)] for entry, own in enumerate(slots) if own],
+        "slots": len(split),
+        "whole": next((i for i, item in enumerate(items) if item[3] >= 0), len(items)),
+        "longest": max(sizes) / (max(1, sum(sizes)) / len(sizes)),
+    }
 
 
 def kind(tile: torch.Tensor, block_kv: int) -> int:
@@ -80,12 +127,23 @@ def kind(tile: torch.Tensor, block_kv: int) -> int:
 @settings(deadline=None, max_examples=60)
 def test_the_rows_of_stretches_are_those_that_they_were_made_of(drawn):
     rows = drawn[0][0, 0]
-    stretches = Stretches.of(rows.numpy())
-    for made in (stretches, stretches.cut(4), stretches.cut(16)):
-        table = np.full((len(rows), 4), -1, np.int32)
-        made.fill(table)
-        assert np.array_equal(table, rows.view(-1, 4).numpy())
-    assert (stretches.cut(4).first // 4 == (stretches.cut(4).first + stretches.cut(4).count - 1) // 4).all()
+    table = np.full((len(rows), 4), -1, np.int32)
+    Stretches.of(rows.numpy()).fill(table)
+    assert np.array_equal(table, rows.view(-1, 4).numpy())
+
+
+@given(row_intervals(), st.sampled_from([1, 4, 16]))
+@settings(deadline=None, max_examples=60)
+def test_the_parts_of_a_cut_are_all_intervals_and_stay_inside_their_block(drawn, block):
+    found = []
+    within, lines, ends = (x.T.tolist() for x in Stretches.of(drawn[0][0, 0].numpy()).cut(block))
+    for own, (first, last), part in zip(within, lines, ends, strict=True):
+        assert own == first // block == last // block
+        for line in range(first, last + 1):
+            found.append((line, *(begin + (end > begin) * (line - first) for begin, end in zip(*part, strict=True))))
+            assert line < last or found[-1][1:] == tuple(part[1])
+    rows = enumerate(drawn[0][0, 0].tolist())
+    assert sorted(found) == [(line, *interval) for line, intervals in rows for interval in intervals if interval[1]]
 
 
 def test_a_document_is_one_stretch():
@@ -102,6 +160,23 @@ def test_programs_visit_exactly_the_full_and_the_partial_tiles_of_the_dense_mask
     if plan is not None:
         assert plan.dq is plan.fwd
         check_walks(plan, dense(rows, seqlen_kv), Tile(block, step), Tile(block, step))
+
+
+@given(row_intervals(), st.sampled_from([1, 4, 6]), st.sampled_from([1, 8, 100]))
+@settings(deadline=None, max_examples=60)
+def test_schedules_are_those_of_the_plain_computation_number_by_number(drawn, group, processors):
+    rows, seqlen_kv = drawn
+    fwd, dq, dkdv = Tile(8, 4), Tile(4, 8), Tile(12, 4)
+    plan = make_plan(rows, seqlen_kv, fwd=fwd, dq=dq, dkdv=dkdv, group=group, heads=2, processors=processors)
+    if plan is None:
+        return
+    visible = dense(rows, seqlen_kv)
+    by_rows = [classes(visible, tile.block, tile.step, False) for tile in (fwd, dq)]
+    by_keys = classes(visible, dkdv.step, dkdv.block, True)
+    expected = [*(plain_schedule(found.tolist(), 1, 0.0) for found in by_rows), plain_schedule(by_keys.tolist(), group, processors / 2)]
+    for schedule, plain in zip((plan.fwd, plan.dq, plan.dkdv), expected, strict=True):
+        values = {name: getattr(schedule, name) for name in plain}
+        assert {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in values.items()} == plain
 
 
 @pytest.mark.parametrize("seqlen", [1, 60, 128, 257])
