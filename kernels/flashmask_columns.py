@@ -17,10 +17,10 @@ def masked_queries(rows: Stretches, seqlen_q: int, seqlen_kv: int) -> Stretches 
     first = edges[:-1][edges[1:] != edges[:-1]]
     ranges = len(first)
     low, high = np.searchsorted(first, (key, key + length))
-    run, number = spread(high - low)
-    total = len(run)
+    total = int((high - low).sum())
     if total > 4 * ranges:  # more than two begins and two ends for each
         return None
+    run, number = spread(high - low)
     inside = low[run] + number
     slot = is_end[run] * ranges + inside
     marks = np.bincount(slot, minlength=2 * ranges)

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pytest_longca.kernels.flashmask_columns import masked_queries, visible_queries
@@ -125,7 +126,8 @@ def make_plan(
     are done are split over heads.
     """
     batch, seqlen_q = row_intervals.shape[0], row_intervals.shape[2]
-    rows = [Stretches.of(lines) for lines in row_intervals[:, 0].cpu().numpy()]
+    lines = row_intervals.reshape(batch, seqlen_q, 4).contiguous()
+    rows = [Stretches.of(own) for own in lines.cpu().numpy()]
     masked = [masked_queries(own, seqlen_q, seqlen_kv) for own in rows]
     columns = [own for own in masked if own is not None]
     if len(columns) < batch:
@@ -138,7 +140,7 @@ def make_plan(
     drafts = _drafts(kernels, group, processors / heads)
     table, schedules = _on_device(columns, seqlen_kv, drafts, row_intervals.device)
     return Plan(
-        rows=row_intervals[:, 0].reshape(batch, -1, 4).contiguous(),
+        rows=lines,
         columns=table,
         row_pieces=max((own.pieces for own in rows), default=1),
         column_pieces=max((own.pieces for own in columns), default=1),
@@ -160,25 +162,24 @@ class _Draft:
 
 def _drafts(kernels: list[list[Grid]], group: int, rate: float) -> list[_Draft]:
     """The schedule of each kernel from its grids. The entries of one by keys may be split over the heads of their group."""
-    runs = tile_runs([grid for grids in kernels for grid in grids])
+    entry, tile, count, kind = tile_runs([grid for grids in kernels for grid in grids])
     entries = [0, *accumulate(sum(grid.blocks for grid in grids) for grids in kernels)]
-    borders = np.searchsorted(runs[0], entries).tolist()
-    return [
-        _draft(runs[:, slice(*own_runs)], *own_entries, *((group, rate) if grids[0].by_keys else (1, 0.0)))
-        for grids, own_runs, own_entries in zip(kernels, pairwise(borders), pairwise(entries), strict=True)
-    ]
+    borders = np.searchsorted(entry, entries).tolist()
+    drafts = []
+    for grids, (begin, end), (first, last) in zip(kernels, pairwise(entries), pairwise(borders), strict=True):
+        own = (entry[first:last] - begin, tile[first:last], count[first:last], kind[first:last] == PARTIAL)
+        drafts.append(_draft(end - begin, *own, *((group, rate) if grids[0].by_keys else (1, 0.0))))
+    return drafts
 
 
-def _draft(runs: Ints, begin: int, end: int, group: int, rate: float) -> _Draft:
-    """The schedule of the kernel with entries `begin` to `end`, which may be split over the heads of their group; see `_items`."""
-    entries = end - begin
-    is_partial = runs[3] == PARTIAL
+def _draft(entries: int, entry: Ints, tile: Ints, count: Ints, is_partial: NDArray[np.bool_], group: int, rate: float) -> _Draft:
+    """The schedule of one kernel from its runs. Its entries may be split over the heads of their group for `rate` processors each."""
     order = is_partial.argsort(kind="stable")
     table = np.zeros((len(order) + 1, 2), np.int32)
-    table[:-1, 0], table[:-1, 1] = runs[1].take(order), runs[2].take(order)
-    count = np.bincount(runs[0] + is_partial * entries - begin, minlength=2 * entries)
-    last = count.cumsum()
-    first = last - count
+    table[:-1, 0], table[:-1, 1] = tile.take(order), count.take(order)
+    runs = np.bincount(entry + is_partial * entries, minlength=2 * entries)
+    last = runs.cumsum()
+    first = last - runs
     before = np.zeros(len(table), np.int64)
     table[:-1, 1].cumsum(out=before[1:])
     tiles = before[last] - before[first]
@@ -237,8 +238,8 @@ def _on_device(columns: list[Stretches], seqlen_kv: int, drafts: list[_Draft], d
     sizes = [len(columns) * seqlen_kv * 4, *(table.size for draft in drafts for table in draft.tables)]
     offsets = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
     buffer = np.empty(offsets[-1], np.int32)
-    for own, table in zip(columns, buffer[: sizes[0]].reshape(len(columns), seqlen_kv, 4), strict=True):
-        own.fill(table)
+    for own, lines in zip(columns, buffer[: sizes[0]].reshape(len(columns), seqlen_kv, 4), strict=True):
+        own.fill(lines)
     tables = [table for draft in drafts for table in draft.tables]
     for table, offset in zip(tables, offsets[1:], strict=False):
         buffer[offset : offset + table.size] = table.ravel()
@@ -246,4 +247,4 @@ def _on_device(columns: list[Stretches], seqlen_kv: int, drafts: list[_Draft], d
     views = [sent.as_strided(table.shape, (table.shape[1], 1), offset) for table, offset in zip(tables, offsets[1:], strict=False)]
     triples = zip(views[::3], views[1::3], views[2::3], strict=True)
     schedules = [Schedule(*triple, draft.slots, draft.whole, draft.longest) for triple, draft in zip(triples, drafts, strict=True)]
-    return sent[: sizes[0]].view(len(columns), seqlen_kv, 4), schedules
+    return sent.as_strided((len(columns), seqlen_kv, 4), (seqlen_kv * 4, 4, 1)), schedules

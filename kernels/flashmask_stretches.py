@@ -37,16 +37,15 @@ class Stretches:
 
     @classmethod
     def of(cls, lines: Ints32) -> Self:
-        """The stretches of canonical intervals `[lines, 2, 2]`; two pieces only if one line has two."""
-        ends = np.ascontiguousarray(lines).reshape(-1, 4)
-        pairs = ends.view(np.int64)
+        """The stretches of canonical intervals `[lines, 4]`; two pieces only if one line has two."""
+        pairs = lines.view(np.int64)
         steps = np.empty_like(pairs)
         steps[:1] = LEAP
         np.subtract(pairs[1:], pairs[:-1], out=steps[1:])
         first = _begins(steps)
-        count = counts(first, len(ends))
-        bounds = ends.take(first, 0).T.astype(np.int64)
-        slopes = ends.take(first + (count > 1), 0).T - bounds
+        count = counts(first, len(lines))
+        bounds = lines.take(first, 0).T.astype(np.int64)
+        slopes = lines.take(first + (count > 1), 0).T - bounds
         pieces = 2 if bounds[3].any() else 1
         return cls(first, count, *(x[: 2 * pieces].reshape(pieces, 2, -1) for x in (bounds, slopes)))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pytest_longca.kernels.flashmask_stretches import Ints, Stretches
 
@@ -38,8 +39,8 @@ class Grid:
         return -(-self.others // self.step)
 
 
-def tile_runs(grids: Sequence[Grid]) -> Ints:
-    """Consecutive tiles of one class, int64 `[4, runs]`: (entry, first tile, tiles, FULL or PARTIAL), ascending.
+def tile_runs(grids: Sequence[Grid]) -> tuple[Ints, Ints, Ints, NDArray[np.int8]]:
+    """Consecutive tiles of one class: (entry, first tile, tiles, FULL or PARTIAL) of each run, ascending.
 
     Entries are the blocks of one grid after the other: all of them in one pass, since short masks cost what numpy's calls cost. Full:
     every pair is visible, and the tile does not reach beyond the last key.
@@ -61,8 +62,7 @@ def tile_runs(grids: Sequence[Grid]) -> Ints:
     visited = np.flatnonzero(kind)
     first = edges[visited]
     entry = first // width
-    runs: Ints = np.array((entry, first - entry * width, edges[visited + 1] - first, kind[visited]))
-    return runs
+    return entry, first - entry * width, edges[visited + 1] - first, kind[visited]
 
 
 def _edges(grid: Grid, origin: int, width: int, line: int) -> tuple[Ints, Ints]:
@@ -78,8 +78,9 @@ def _edges(grid: Grid, origin: int, width: int, line: int) -> tuple[Ints, Ints]:
     elif missing := -grid.lines.lines % grid.block:  # and so is the last block's
         filled[lines[1] == grid.lines.lines - 1] += missing * line
     ends[:, 1] += grid.step - 1
-    touch, fill, full_until, until = (ends // grid.step + (origin + block * width)).reshape(4, -1)
-    at, weight = np.empty((2, len(block), 4), np.int64)
-    for i, (edge, change) in enumerate(((touch, 1), (fill, filled), (np.maximum(fill, full_until), -filled), (until, -1))):
-        at[:, i], weight[:, i] = edge, change
-    return at.ravel(), weight.ravel()
+    at = (ends // grid.step + (origin + block * width)).reshape(4, -1)  # touched from, filled from, filled until, touched until
+    np.maximum(at[1], at[2], out=at[2])
+    change = np.ones_like(at)
+    change[1:3] = filled
+    change[2:] *= -1
+    return at.T.ravel(), change.T.ravel()

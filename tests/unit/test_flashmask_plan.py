@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import tracemalloc
 from random import Random
 
 import numpy as np
@@ -126,17 +127,17 @@ def kind(tile: torch.Tensor, block_kv: int) -> int:
 @given(row_intervals())
 @settings(deadline=None, max_examples=60)
 def test_the_rows_of_stretches_are_those_that_they_were_made_of(drawn):
-    rows = drawn[0][0, 0]
-    table = np.full((len(rows), 4), -1, np.int32)
-    Stretches.of(rows.numpy()).fill(table)
-    assert np.array_equal(table, rows.view(-1, 4).numpy())
+    rows = drawn[0].view(-1, 4).numpy()
+    table = np.full_like(rows, -1)
+    Stretches.of(rows).fill(table)
+    assert np.array_equal(table, rows)
 
 
 @given(row_intervals(), st.sampled_from([1, 4, 16]))
 @settings(deadline=None, max_examples=60)
 def test_the_parts_of_a_cut_are_all_intervals_and_stay_inside_their_block(drawn, block):
     found = []
-    within, lines, ends = (x.T.tolist() for x in Stretches.of(drawn[0][0, 0].numpy()).cut(block))
+    within, lines, ends = (x.T.tolist() for x in Stretches.of(drawn[0].view(-1, 4).numpy()).cut(block))
     for own, (first, last), part in zip(within, lines, ends, strict=True):
         assert own == first // block == last // block
         for line in range(first, last + 1):
@@ -148,7 +149,7 @@ def test_the_parts_of_a_cut_are_all_intervals_and_stay_inside_their_block(drawn,
 
 def test_a_document_is_one_stretch():
     rows = catalogue.load(catalogue.MASKS["causal_document"])((5, 40, 200, 2)).row_intervals()
-    assert Stretches.of(rows[0, 0].numpy()).first.tolist() == [0, 5, 45, 245]
+    assert Stretches.of(rows.view(-1, 4).numpy()).first.tolist() == [0, 5, 45, 245]
 
 
 @given(row_intervals(), st.sampled_from([4, 8, 16]), st.sampled_from([4, 8, 16]))
@@ -199,6 +200,19 @@ def test_the_column_form_is_that_of_the_row_intervals_or_none(drawn):
     if plan is not None and plain is not None:
         assert torch.equal(plan.columns.view(plain.shape), plain)
         assert plan.row_pieces == 1 + bool(rows[..., 1, 1].any()) and plan.column_pieces == 1 + bool(plain[..., 1, 1].any())
+
+
+def test_a_mask_without_column_form_is_refused_in_memory_that_grows_with_its_length():
+    """Every run of marks covers ranges of keys, all runs together 35 million of them here."""
+    seqlen = 10_000
+    ends = np.sort(np.random.default_rng(0).integers(0, seqlen + 1, (seqlen, 2)))
+    rows = torch.zeros(1, 1, seqlen, 2, 2, dtype=torch.int32)
+    rows[0, 0, :, 0] = torch.from_numpy(ends * (ends[:, :1] < ends[:, 1:]))
+    tracemalloc.start()
+    assert make_plan(rows, seqlen, fwd=Tile(64, 64)) is None
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50 << 20
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(0, 0), (0, 5), (5, 0)])
