@@ -6,6 +6,7 @@ to nothing. Intervals that follow no such rule are as many stretches as lines: t
 Only `of` and `fill` touch every line. They take an interval's start and end as one int64, whose step to the next line tells both steps.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,8 +19,8 @@ Ints32 = NDArray[np.int32]
 END = 1 << 32
 """What an end counts beside its start in one int64; ends and steps are smaller."""
 
-LEAP = np.iinfo(np.int64).min
-"""No step between lines."""
+CHUNK = 1 << 15
+"""Lines whose steps are compared at a time: what that takes stays in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,7 @@ class Stretches:
     @classmethod
     def of(cls, lines: Ints32) -> Self:
         """The stretches of canonical intervals `[lines, 4]`; two pieces only if one line has two."""
-        pairs = lines.view(np.int64)
-        steps = np.empty_like(pairs)
-        steps[:1] = LEAP
-        np.subtract(pairs[1:], pairs[:-1], out=steps[1:])
-        first = _begins(steps)
+        first = _begins(lines.view(np.int64))
         count = counts(first, len(lines))
         bounds = lines.take(first, 0).T.astype(np.int64)
         slopes = lines.take(first + (count > 1), 0).T - bounds
@@ -90,7 +87,7 @@ class Stretches:
         for piece in range(self.pieces):
             steps = slopes[piece].repeat(self.count)
             steps[self.first] = bounds[piece]
-            pairs[:, piece] = steps.cumsum()
+            pairs[:, piece] = steps.cumsum(out=steps)
 
 
 def counts(first: Ints, lines: int) -> Ints:
@@ -104,15 +101,24 @@ def spread(counts: Ints) -> tuple[Ints, Ints]:
     return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 
 
-def _begins(steps: Ints) -> Ints:
-    """The first lines of stretches, from the steps that lead to each line, `[lines, 2]`; a leap leads to the first.
+def _begins(pairs: Ints) -> Ints:
+    """The first lines of stretches, from both intervals of each line.
 
-    A leap, where an end goes neither on by one nor stays, begins a stretch; after a leap any steps do.
+    A leap, where an end goes neither on by one nor stays, begins a stretch, as the first line does; after a leap any steps do.
     """
-    is_turn = np.not_equal(steps[1:], steps[:-1]).view(np.uint16) != 0  # of either interval
-    begin = np.concatenate(([0], np.flatnonzero(is_turn) + 1))[: len(steps)]  # of lines that equal steps lead to
-    size = counts(begin, len(steps))
-    is_leap = np.bitwise_or.reduce(steps.take(begin, 0) & ~(END + 1), 1) != 0
+    begin = np.concatenate(([0, 1], *_turns(pairs)))[: len(pairs)]  # of lines that equal steps lead to
+    size = counts(begin, len(pairs))
+    is_leap = np.ones(len(begin), np.bool_)
+    np.any((pairs[begin[1:]] - pairs[begin[1:] - 1]) & ~(END + 1), 1, out=is_leap[1:])
     size[1:] = np.where(is_leap[1:], size[1:], ~is_leap[:-1])
     owner, number = spread(size)
     return begin[owner] + number
+
+
+def _turns(pairs: Ints) -> Iterator[Ints]:
+    """The lines to which other steps lead than to the line before."""
+    for start in range(2, len(pairs), CHUNK):
+        own = pairs[start - 2 : start + CHUNK]
+        steps = own[1:] - own[:-1]
+        is_turn = np.not_equal(steps[1:], steps[:-1]).view(np.uint16) != 0  # of either interval
+        yield np.flatnonzero(is_turn) + start

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pytest_longca import catalogue
 from pytest_longca.case import Case
 from pytest_longca.intervals import columns_of
+from pytest_longca.kernels import flashmask_stretches
 from pytest_longca.kernels.flashmask import HOPPER, plan_case
 from pytest_longca.kernels.flashmask_plan import WORTH_SPLITTING, Launch, Plan, Schedule, Tile, make_plan
 from pytest_longca.kernels.flashmask_stretches import Stretches
@@ -145,6 +146,15 @@ def test_the_parts_of_a_cut_are_all_intervals_and_stay_inside_their_block(drawn,
             assert line < last or found[-1][1:] == tuple(part[1])
     rows = enumerate(drawn[0][0, 0].tolist())
     assert sorted(found) == [(line, *interval) for line, intervals in rows for interval in intervals if interval[1]]
+
+
+def test_stretches_go_on_where_lines_are_compared_chunk_by_chunk(monkeypatch):
+    """Chunks of 1 to 5 lines, so that every turn and every leap comes first and last in one."""
+    rows = catalogue.load(catalogue.MASKS["prefix_lm_document"]).sample(Random(1), 200).row_intervals().view(-1, 4).numpy()
+    whole = Stretches.of(rows)
+    for chunk in range(1, 6):
+        monkeypatch.setattr(flashmask_stretches, "CHUNK", chunk)
+        assert np.array_equal(Stretches.of(rows).first, whole.first)
 
 
 def test_a_document_is_one_stretch():
