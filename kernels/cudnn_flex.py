@@ -8,6 +8,7 @@ Architectures: sm90 and sm100. Determinism: forward; not the gradients.
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Mapping
 
@@ -25,6 +26,8 @@ from pytest_longca.mask import Form
 from pytest_longca.packing import aligned, copied
 
 LARGE_HEAD_DIMS = ((192, 128), (256, 256))
+DISK_CACHE = "FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+"""What it compiled is kept for other processes where this is set when it is imported: a dozen kernels for a plan, besides attention."""
 MAX_SPELLED = 1024
 """The most queries whose endpoints a standalone file spells out."""
 DSL = Requirement(distribution="nvidia-cutlass-dsl", at_least="4.6", how="pip install 'nvidia-cutlass-dsl[cu13]'")
@@ -54,7 +57,11 @@ class CudnnFlex(Kernel):
         )
         return next((reason for broken, reason in rules if broken), None)
 
+    def compiles_to_disk(self, machine: Machine) -> bool:
+        return True
+
     def bind(self, case: Case, inputs: Inputs) -> BackendCall:
+        os.environ.setdefault(DISK_CACHE, "1")
         from cudnn.flex_attention.api import flex_attn_func
 
         plan = make_plan(case, inputs)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pytest_longca.case import Case
+from pytest_longca.case import Case, Layout
 from pytest_longca.errors import InvalidArgument, unknown_name
 from pytest_longca.kernel import Kernel
 from pytest_longca.machine import Machine
@@ -40,10 +40,16 @@ def ends_in_half_a_tile(case: Case) -> bool:
     return any(length % 128 == 64 for length in (varlen.lens_kv if varlen else (case.seqlen_kv,)))
 
 
+def has_gaps_between_queries(case: Case) -> bool:
+    """Whether q's tokens do not follow each other in memory: they lie in a buffer with k and v, or in longer rows."""
+    return case.layouts[0] in (Layout.FUSED, Layout.PADDED)
+
+
 CONDITIONS: dict[str, Callable[[Case], bool]] = {
     "rows without keys": has_rows_without_keys,
     "head dims of an odd number of 16s": has_half_padded_head_dims,
     "keys that end in half a tile of 128": ends_in_half_a_tile,
+    "queries with gaps between them": has_gaps_between_queries,
 }
 """What an entry's `only` may name."""
 FILE = Path(__file__).with_name("known_failures.toml")

@@ -6,7 +6,7 @@ query head has its own, a stack is one query head.
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,13 @@ class Budget:
 
 SHARED_GPU = Budget(1024, 128, 2048)
 """Starting a tile's operations takes a GPU's host some milliseconds: as long as 64 heads of a tile so tall waste beside a diagonal."""
+
+GPU_CELLS = 64 * 1024 * 2048
+LONGEST_PIECE = 4 * 2048
+"""Fewer heads have as many cells in longer pieces, or a tile would be done before the host has started the next one.
+
+Not longer than this: the matrix units' sums over a piece lose as much as it is long, and those over the rows of a group are as long.
+"""
 
 PER_HEAD_GPU = Budget(64, 64, 8192)
 SHARED_CPU = Budget(128, 64, 2048)
@@ -77,8 +84,11 @@ def sweep(case: Case, device: torch.device) -> Iterator[RowTile]:
 
 def budget_of(case: Case, device: torch.device) -> Budget:
     """Tile sizes for a case: masks with heads of their own are finely cut, since they skip at random."""
+    if device.type == "cuda" and case.mask.heads == 1:
+        keys = GPU_CELLS // (case.batch * case.heads_q * SHARED_GPU.rows) // SHARED_GPU.granule * SHARED_GPU.granule
+        return replace(SHARED_GPU, keys=min(max(keys, SHARED_GPU.keys), LONGEST_PIECE))
     if device.type == "cuda":
-        return SHARED_GPU if case.mask.heads == 1 else PER_HEAD_GPU
+        return PER_HEAD_GPU
     return SHARED_CPU if case.mask.heads == 1 else PER_HEAD_CPU
 
 

@@ -21,6 +21,7 @@ from pytest_longca.known_failures import (
     due,
     ends_in_half_a_tile,
     find,
+    has_gaps_between_queries,
     has_half_padded_head_dims,
     has_rows_without_keys,
     load,
@@ -183,6 +184,13 @@ def test_head_dims_of_an_odd_number_of_16s() -> None:
     padded = [dim for dim in range(8, 136, 8) if has_half_padded_head_dims(Case(mask=Full(4, 4), head_dim=dim))]
     assert padded == [8, 16, 40, 48, 72, 80, 104, 112]
     assert has_half_padded_head_dims(Case(mask=Full(4, 4), head_dim=64, head_dim_v=16))
+
+
+@pytest.mark.parametrize(
+    ("layout", "gaps"), [("", False), ("/layout=q:padded", True), ("/layout=q:fused", True), ("/layout=k:padded", False)]
+)
+def test_queries_with_gaps_between_them(layout: str, gaps: bool) -> None:
+    assert has_gaps_between_queries(parse_case("full(seqlen_q=4,seqlen_kv=4)/b1/h2:1/d16/bf16/fwd_bwd/s0" + layout)) is gaps
 
 
 @pytest.mark.parametrize(
