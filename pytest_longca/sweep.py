@@ -31,12 +31,8 @@ class Budget:
 SHARED_GPU = Budget(1024, 128, 2048)
 """Starting a tile's operations takes a GPU's host some milliseconds: as long as 64 heads of a tile so tall waste beside a diagonal."""
 
-GPU_CELLS = 64 * 1024 * 2048
-LONGEST_PIECE = 4 * 2048
-"""Fewer heads have as many cells in longer pieces, or a tile would be done before the host has started the next one.
-
-Not longer than this: the matrix units' sums over a piece lose as much as it is long, and those over the rows of a group are as long.
-"""
+ONE_STACK_CELLS = 64 * 1024 * 2048
+"""What a tile of one stack has, in longer pieces of keys: else the GPU would be done with it before the host has started the next one."""
 
 PER_HEAD_GPU = Budget(64, 64, 8192)
 SHARED_CPU = Budget(128, 64, 2048)
@@ -85,8 +81,8 @@ def sweep(case: Case, device: torch.device) -> Iterator[RowTile]:
 def budget_of(case: Case, device: torch.device) -> Budget:
     """Tile sizes for a case: masks with heads of their own are finely cut, since they skip at random."""
     if device.type == "cuda" and case.mask.heads == 1:
-        keys = GPU_CELLS // (case.batch * case.heads_q * SHARED_GPU.rows) // SHARED_GPU.granule * SHARED_GPU.granule
-        return replace(SHARED_GPU, keys=min(max(keys, SHARED_GPU.keys), LONGEST_PIECE))
+        keys = ONE_STACK_CELLS // (case.heads_q * SHARED_GPU.rows) // SHARED_GPU.granule * SHARED_GPU.granule
+        return replace(SHARED_GPU, keys=keys) if case.batch * case.heads_kv == 1 else SHARED_GPU
     if device.type == "cuda":
         return PER_HEAD_GPU
     return SHARED_CPU if case.mask.heads == 1 else PER_HEAD_CPU

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pytest_longca import sweep
+from pytest_longca import arithmetic, sweep
 from pytest_longca.arithmetic import Arithmetic, Exact, Split, halves
 from pytest_longca.case import Case, Direction, Layout, Values
 from pytest_longca.catalogue import MASKS, load
@@ -20,6 +20,7 @@ from pytest_longca.masks.document import CausalDocument, SharedQuestion
 from pytest_longca.masks.regular import Causal, CausalSlidingWindow, Full
 from pytest_longca.masks.window import GlobalSlidingWindow
 from pytest_longca.reference import Reference, cached_reference, compute, forget_references, halves_suffice
+from pytest_longca.sweep import budget_of
 from tests.unit.dispatched import Dispatched
 
 TENSORS = ("out", "dq", "dk", "dv")
@@ -238,3 +239,23 @@ def test_a_reference_with_gradients_serves_every_pass_and_one_without_serves_the
     assert cached_reference(both, make_inputs(both)) is one
     assert cached_reference(forward, make_inputs(forward)) is one
     forget_references()
+
+
+@pytest.mark.parametrize(("batch", "terms", "transposed"), [(1, 40, False), (1, 43, True), (3, 40, True), (3, 40, False), (2, 7, True)])
+def test_long_sums_are_taken_in_sections(monkeypatch: pytest.MonkeyPatch, batch: int, terms: int, transposed: bool) -> None:
+    monkeypatch.setattr(arithmetic, "SECTION", 8)
+    summed: list[int] = []
+    monkeypatch.setattr(arithmetic, "_bmm", lambda a, b: summed.append(a.shape[2]) or torch.bmm(a, b))
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn(batch, terms, 5, generator=generator).mT if transposed else torch.randn(batch, 5, terms, generator=generator)
+    b = torch.randn(batch, terms, 3, generator=generator)
+    torch.testing.assert_close(Split().product((a,), (b,)), a @ b)
+    assert max(summed) == (40 if batch > 1 and not transposed else min(8, terms)), "what would be copied is summed at once"
+
+
+def test_tile_of_one_stack_keeps_a_gpu_as_busy_as_one_of_many() -> None:
+    one = Case(mask=Causal(8192, 65536), heads_q=8, heads_kv=1, head_dim=128, dtype="bf16")
+    many = dataclasses.replace(one, heads_q=64, heads_kv=8)
+    budgets = [budget_of(case, torch.device("cuda")) for case in (one, many)]
+    assert len({case.heads_q * budget.rows * budget.keys for case, budget in zip((one, many), budgets, strict=True)}) == 1
+    assert all(budget.keys % budget.granule == 0 for budget in budgets)
