@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pytest_longca.parallel.comm import Channel
-from pytest_longca.parallel.lanes import Finish, ahead
+from pytest_longca.parallel.lanes import Finish
 
 
 @dataclass(slots=True, eq=False)
@@ -26,11 +26,15 @@ class HeadExchange:
     groups: Sequence[int] = (1,)
 
     def to_heads(self, *tensors: Tensor) -> Iterator[list[Tensor]]:
-        """Each group's share of `[tokens, heads, dim]` tensors, all tokens of the axis; the next group is in flight meanwhile."""
+        """Each group's share of `[tokens, heads, dim]` tensors, all tokens of the axis.
+
+        The next group is packed and sent when the caller comes back for it: after it has launched its work on this one, which hides both.
+        """
         if self.channel.size == 1:
             yield list(tensors)
             return
-        yield from ahead(self._send(tensors, part) for part in self.parts())
+        for part in self.parts():
+            yield self._send(tensors, part)()
 
     def parts(self) -> Iterator[slice]:
         """Which key/value heads of a rank are in each group."""
@@ -46,7 +50,7 @@ class HeadExchange:
         widths = [share.shape[2] * share.shape[3] for share in shares]
         packed = tensors[0].new_empty(size, tokens, sum(widths))
         for part, share in zip(packed.split(widths, -1), shares, strict=True):
-            part.unflatten(-1, share.shape[2:]).copy_(share)
+            _copy(part.unflatten(-1, share.shape[2:]), share)
         wait = self.channel.all_to_all(packed.flatten(0, 1), [tokens] * size, self.lengths)
         shapes = [share.shape[2:] for share in shares]
         return lambda: [part.unflatten(-1, shape) for part, shape in zip(wait().split(widths, -1), shapes, strict=True)]
@@ -79,11 +83,21 @@ class WayBack:
         if not self._wholes:
             self._wholes = [share.new_empty(own, size, sum(groups), *share.shape[3:]) for share in shares]
         for whole, share in zip(self._wholes, shares, strict=True):
-            whole[:, :, heads].copy_(share)
+            _copy(whole[:, :, heads], share)
 
     def result(self) -> list[Tensor]:
         """The tensors that were sent, `[tokens, heads, dim]` each: this rank's tokens, all heads."""
         return self._wholes if self.exchange.channel.size == 1 else [whole.flatten(1, 3) for whole in self._wholes]
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """`target.copy_(source)`, of rows of whole words: torch copies strided tensors number by number, however small these are."""
+    wide, size = torch.int64, source.element_size()
+    starts = {x.storage_offset() * size % wide.itemsize for x in (target, source)}
+    steps = {step * size % wide.itemsize for x in (target, source) for step in (*x.stride()[:-1], x.shape[-1])}
+    if size < wide.itemsize and starts | steps == {0} and target.stride(-1) == source.stride(-1) == 1:
+        target, source = target.view(wide), source.view(wide)
+    target.copy_(source)
 
 
 def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:

@@ -22,6 +22,7 @@ from pytest_longca.case import Case
 from pytest_longca.catalogue import MASKS, load
 from pytest_longca.parallel.attend import ContextParallel
 from pytest_longca.parallel.comm import Channel
+from pytest_longca.parallel.heads import _copy
 from pytest_longca.parallel.kernel import NaiveBlock
 from pytest_longca.parallel.lanes import Finish, Lanes, ahead
 from pytest_longca.parallel.mechanisms import MECHANISMS, Mesh
@@ -292,3 +293,14 @@ def test_ahead_finishes_each_after_the_next_is_launched() -> None:
 
     assert list(ahead(launch(name) for name in "abc")) == ["a", "b", "c"]
     assert events == ["launch a", "launch b", "finish a", "launch c", "finish b", "finish c"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("dim", "offset"), [(8, 0), (6, 0), (8, 1), (8, 4)])
+def test_copy_of_whole_words_and_of_numbers_alone(dtype: torch.dtype, dim: int, offset: int) -> None:
+    buffer = torch.zeros(500, dtype=dtype)
+    target = buffer[offset : offset + 5 * 7 * 12].view(5, 7, 12)[:, 2:5, :dim]
+    source = torch.randn(3, 5, dim).to(dtype).transpose(0, 1)
+    _copy(target, source)
+    assert torch.equal(target, source)
+    assert int((buffer != 0).sum()) == 5 * 3 * dim, "nothing else was written"
