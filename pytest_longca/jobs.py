@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 LONG_COLLECTION_S = 0.02
+GPU_HOST_THREADS = 2
+"""For what a process with a GPU computes on the host: small things, while many processes may share the cores."""
 
 
 class Workshop:
@@ -38,6 +40,10 @@ class Workshop:
         """The machine of this process; asks CUDA at the first use."""
         if self._machine is None:
             self._machine = find_machine()
+            if self._machine.device == "cuda":
+                import torch
+
+                torch.set_num_threads(GPU_HOST_THREADS)
         return self._machine
 
     @functools.cached_property
