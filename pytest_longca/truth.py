@@ -56,8 +56,9 @@ def verdicts(case: Case, inputs: Inputs, result: Result) -> list[Verdict]:
 
 def on_host(given: Given) -> Given:
     """Operands or results in the host's memory; what shares memory along an axis (stride 0) still does."""
-    fields: dict[str, Any] = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
-    return dataclasses.replace(given, **{name: _moved(x) for name, x in fields.items() if isinstance(x, Tensor)})
+    fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    moved: dict[str, Any] = {name: _moved(x) for name, x in fields.items() if isinstance(x, Tensor)}
+    return dataclasses.replace(given, **moved)
 
 
 def _moved(x: Tensor) -> Tensor:
