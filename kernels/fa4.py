@@ -5,7 +5,8 @@ with row intervals by a mask_mod that reads their endpoints, and exact lists of 
 (without the lists for the backward, FA4's gradients would ignore or dearly pay for the mask). Uniform blocks of a multiple of 128 are
 lists of full tiles, one for each head.
 Layout: BSHD, THD for several documents; other strides than multiples of 16 bytes, and stride 0, are copied. Dtypes: bf16, fp16.
-Head dims: multiples of 8 up to 256 (backward up to 192), up to 128 where tile lists are needed; GQA's backward needs head_dim_v = head_dim.
+Head dims: multiples of 8 up to 256 (backward up to 192), up to 128 where tile lists are needed; GQA's backward needs head_dim_v = head_dim,
+as does any of a head dim of an odd number of 16s (16, 40, 72).
 GQA: yes. Directions: forward and backward. lse: yes, differentiable. Architectures: sm90 and later. Determinism: forward; not dq.
 """
 
@@ -62,6 +63,10 @@ class Fa4(Kernel):
         rules = (
             (backward and max(sizes) > 192, "has a backward for head dims up to 192 only"),
             (backward and case.group > 1 and sizes[0] != sizes[1], "needs head_dim_v = head_dim in the backward of grouped heads"),
+            (
+                backward and sizes[0] != sizes[1] and any(-(-size // 16) % 2 for size in sizes),
+                f"may reach outside of its memory in the backward of head dims {sizes}, one of an odd number of 16s (seen in 4.0.0b36)",
+            ),
             (needs_lists and max(sizes) > 128, f"takes tile lists for head dims up to 128, and {case.mask.name} needs them"),
             (is_blocks and not _is_tiled(case.mask), f"takes uniform blocks of a multiple of {TILE} tokens only"),
             (

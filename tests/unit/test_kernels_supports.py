@@ -111,6 +111,7 @@ REFUSED = [
     ("fa3", half(Causal(100, 100), direction=FWD, head_dim=136), H200, "this build has head dims up to 128"),
     ("fa4", half(Causal(100, 100), head_dim=200), H200, "has a backward for head dims up to 192 only"),
     ("fa4", half(Causal(100, 100), head_dim_v=64), H200, "needs head_dim_v = head_dim in the backward of grouped heads"),
+    ("fa4", half(Causal(100, 100), heads_q=2, heads_kv=2, head_dim=16, head_dim_v=40), H200, "may reach outside of its memory"),
     ("fa4", half(PrefixLmCausal(100, 100, 7), head_dim=136), H200, "takes tile lists for head dims up to 128"),
     ("fa4", half(blocks(64)), H200, "takes uniform blocks of a multiple of 128 tokens only"),
     ("fa4", half(Causal(100, 100)), A100, "needs compute capability 9.0, this is 8.0"),
