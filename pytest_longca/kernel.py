@@ -167,6 +167,7 @@ class Kernel(ABC):
     capabilities: ClassVar[Capabilities] = Capabilities()
     deterministic: ClassVar[bool] = False
     compiles_per_shape: ClassVar[bool] = False
+    """Whether each shape is a compilation of its own. If not, the code for one length serves the others (see `warming.code_of`)."""
     is_triton: ClassVar[bool] = False
     """Whether it runs interpreted on a CPU, and so slowly that examples must be small there."""
     linear_memory: ClassVar[bool] = False
@@ -175,7 +176,10 @@ class Kernel(ABC):
     """A regular expression that the profiler's name of at least one device kernel matches; another name is a silent fallback."""
 
     def compiles_to_disk(self, machine: Machine) -> bool:
-        """Whether running a case compiles what other processes then find on disk: a session's cases are then run ahead, in several."""
+        """Whether running a case compiles what other processes then find on disk: a session's cases are then run ahead, in several.
+
+        All of them if it `compiles_per_shape`, else the cheapest of those that need the same code.
+        """
         return machine.device == "cuda" and (self.compiles_per_shape or self.is_triton)
 
     def missing(self) -> NotInstalled | None:

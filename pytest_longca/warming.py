@@ -1,15 +1,17 @@
 """Warming: what a session's cases compile is compiled ahead, in several processes, into the caches on disk that all processes share.
 
-A compilation takes seconds, and a suite runs one case at a time. So each case of a kernel that compiles is run once before the first
-item begins; the items then find what they need on disk. That time is told apart, and no budget pays for it. A case that passes its checks
-here need not run them again in its item: they are the same.
+A compilation takes seconds, and a suite runs one case at a time. So the cases of kernels that compile are run once before the first item
+begins, of those that need the same code the cheapest; the items then find what they need on disk. That time is told apart, and no budget
+pays for it. A case that passes its checks here need not run them again in its item: they are the same.
 """
 
 import contextlib
 import dataclasses
+import functools
+import math
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -21,8 +23,10 @@ from pytest_longca.cells import least_bytes
 from pytest_longca.checknames import select_checks
 from pytest_longca.errors import LongcaError
 from pytest_longca.ids import parse_case
+from pytest_longca.intervals import columns_of
 from pytest_longca.kernel import Kernel
 from pytest_longca.machine import Machine
+from pytest_longca.mask import Form, Mask
 from pytest_longca.outcome import Passed
 from pytest_longca.workers import COMPILE_TIMEOUT_S, Worker
 
@@ -37,6 +41,8 @@ MOST_PROCESSES = 12
 MEMORY_FACTOR = 3
 """A case takes so many times its operands and results on the device while it is drawn and run, about."""
 TOLD_EVERY_S = 10.0
+MOST_DIVISIBLE = 16 * 128
+"""Compilers take integers that are multiples of 16 apart: lengths, and numbers of blocks of up to 128 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +58,14 @@ def warm(session: "Session", items: "Sequence[pytest.Item]", reporter: Any) -> N
     """Run ahead what the items will compile; `session.warming` says how it went. Several xdist workers compile side by side as it is."""
     options, started = session.options, time.monotonic()
     is_off = options.compile_workers == 0 or options.isolate == "off" or session.num_sharing > 1
-    if runs := [] if is_off else runs_of(session, items):
+    if found := [] if is_off else runs_of(session, items):
+        served = cheapest_of_alike(found, session.catalogue.kernel)
+        runs = list(served)
         num, told = num_processes(options.compile_workers, runs, session.machine), started
         with contextlib.closing(run_all(runs, session.sources, num, options.timeout + COMPILE_TIMEOUT_S)) as answers:
             for done, (run, answer) in enumerate(answers, 1):
                 now = time.monotonic()
-                _keep(session, run, answer)
+                _keep(session, run, served[run], answer)
                 session.warming = f"compiled ahead: {done} of {len(runs)} cases in {now - started:.0f} s, {num} processes"
                 if reporter and (done == len(runs) or now - told > TOLD_EVERY_S):
                     told = now
@@ -67,12 +75,15 @@ def warm(session: "Session", items: "Sequence[pytest.Item]", reporter: Any) -> N
         session.budget.add(session.began - started)
 
 
-def _keep(session: "Session", run: Run, answer: dict[str, Any]) -> None:
-    """Remember what a run ahead gave; of verdicts the passes, as other processes disturb it: what else became of it, its item finds out."""
+def _keep(session: "Session", run: Run, served: Sequence[Case], answer: dict[str, Any]) -> None:
+    """Remember what a run ahead gave; of verdicts the passes, as other processes disturb it: what else became of it, its item finds out.
+
+    What compiling took is said of all cases that it served: each would have paid it had it come first.
+    """
     from pytest_longca.checks import Verification
 
     if "compile_ms" in answer:
-        session.compile_ms[run.kernel, run.case] = answer["compile_ms"]
+        session.compile_ms.update(((run.kernel, case), answer["compile_ms"]) for case in served)
     if "verification" in answer and session.options.isolate == "auto":  # else each case or kernel has a process of its own
         verification = Verification.from_json(answer["verification"])
         if isinstance(verification.outcome, Passed):
@@ -106,6 +117,45 @@ def _cell_cases(session: "Session", kernel: Kernel, mask: str, stage: str) -> li
     from pytest_longca.search import drawn_cases
 
     return drawn_cases(session, kernel.name, mask)
+
+
+def cheapest_of_alike(runs: Sequence[Run], kernel_named: Callable[[str], Kernel]) -> dict[Run, list[Case]]:
+    """The runs that are due, each with the cases that need what it compiles: itself alone if it has checks or each shape is compiled."""
+    alike: dict[Hashable, list[Run]] = {}
+    for run in runs:
+        is_alone = run.checks or kernel_named(run.kernel).compiles_per_shape
+        alike.setdefault(run if is_alone else (run.kernel, code_of(run.case)), []).append(run)
+    return {_cheapest(group): [run.case for run in group] for group in alike.values()}
+
+
+def _cheapest(runs: Sequence[Run]) -> Run:
+    """The run that needs the least memory, which limits the processes; of several the one with the fewest visible pairs."""
+    least = min(least_bytes(run.case) for run in runs)
+    first, *others = (run for run in runs if least_bytes(run.case) == least)
+    return min((first, *others), key=lambda run: run.case.area) if others else first  # a long block mask takes seconds to count
+
+
+def code_of(case: Case) -> Hashable:
+    """What decides the code that a kernel compiles for a case, unless it compiles each shape: equal for cases that need the same code.
+
+    Of lengths that is which powers of two divide them, and whether the operands' strides fit into 32 bits. Where this tells two cases apart
+    that the kernel does not, a run is wasted; where it does not and the kernel does, an item compiles.
+    """
+    case = compiled_alike(case)
+    fields = tuple(getattr(case, field.name) for field in dataclasses.fields(case) if field.name != "mask")
+    sides = ((case.seqlen_q, case.heads_q), (case.seqlen_kv, case.heads_kv))
+    divisors = tuple(math.gcd(seqlen, MOST_DIVISIBLE) for seqlen, _ in sides)
+    is_large = tuple(seqlen * heads * dim >= 2**31 for seqlen, heads in sides for dim in (case.head_dim, case.head_dim_v))
+    return fields, divisors, is_large, _form_of(case.mask)
+
+
+@functools.lru_cache(maxsize=256)
+def _form_of(mask: Mask) -> Hashable:
+    """What of a mask is compiled: its kind, the sizes of its blocks, and which ends of intervals its rows and columns ever use."""
+    form = (type(mask), mask.batch, mask.heads, getattr(mask, "blocks_text", ""))
+    rows = mask.row_intervals() if Form.ROW_INTERVALS in mask.forms else None
+    both = () if rows is None else (rows, columns_of(rows, mask.seqlen_kv))
+    return *form, *(x is not None and tuple(x.flatten(0, 2).any(0).flatten().tolist()) for x in both)
 
 
 def compiled_alike(case: Case) -> Case:

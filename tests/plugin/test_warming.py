@@ -2,15 +2,22 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pytest_longca.budget import Budget
 from pytest_longca.case import Case
+from pytest_longca.catalogue import KERNELS, load
 from pytest_longca.machine import CPU, H200
-from pytest_longca.masks.regular import Causal
-from pytest_longca.warming import Run, num_processes
+from pytest_longca.mask import Mask
+from pytest_longca.masks.block import UniformBlock
+from pytest_longca.masks.document import CausalDocument
+from pytest_longca.masks.regular import Causal, CausalSlidingWindow
+from pytest_longca.warming import Run, cheapest_of_alike, code_of, num_processes
 from tests.plugin.conftest import Run as RunPytest
+
+K = 1024
 
 COMPILING = '''
 """A kernel that compiles each shape for half a second, into a folder: a second process finds it there."""
@@ -52,6 +59,8 @@ def pytest_runtestloop(session):
     with CACHE.with_name("ran").open("a") as file:
         print("items", file=file)
 '''
+FOR_ALL_LENGTHS = COMPILING.replace("compiles_per_shape = True", "compiles_per_shape = False").replace("(case.seqlen_q, ", "(")
+"""The same kernel, whose compiled code serves every length."""
 WHERE = ("--longca-kernels=compiling", "--longca-masks=causal", "--longca-preset=smoke", "--longca-json=records.jsonl")
 
 
@@ -81,6 +90,46 @@ def test_each_timed_case_is_compiled_ahead_once_in_several_processes(warmed: Run
     assert len(compiled()) == 8 and len(set(compiled().values())) == 2
     records = [json.loads(line) for line in Path("records.jsonl").read_text().splitlines()]
     assert all(400 < record["compile_ms"] < 1500 for record in records), "what it took ahead; the items found everything compiled"
+
+
+def test_code_that_serves_every_length_is_compiled_ahead_at_the_shortest_and_told_of_all(run: RunPytest, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(FOR_ALL_LENGTHS)
+    result = run(*WHERE, "-k", "timing", "--longca-seqlens=80,16,48,32", "--longca-compile-workers=1")
+    result.assert_outcomes(passed=8)
+    result.stdout.fnmatch_lines(["longca: compiled ahead: 4 of 4 cases*"])  # 32 tokens are a multiple of another power of two
+    assert len(compiled()) == 2 and len(set(compiled().values())) == 1
+    records = [json.loads(line) for line in Path("records.jsonl").read_text().splitlines()]
+    took = {(record["shape"]["seqlen_q"], record["direction"]): record["compile_ms"] for record in records}
+    for direction in ("fwd", "bwd"):
+        assert 400 < took[16, direction] == took[48, direction] == took[80, direction] < 1500, "what the alike case took that was measured"
+
+
+def test_of_cases_that_compile_alike_the_one_with_the_fewest_visible_pairs_runs(run: RunPytest, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(FOR_ALL_LENGTHS.replace("print(os.getpid(), file=file)", "print(case.mask.block_map.density, file=file)"))
+    where = (WHERE[0], "--longca-masks=uniform_block", *WHERE[2:], "--longca-seqlens=128", "--longca-block-sizes=16")
+    run(*where, "-k", "timing", "--longca-passes=fwd", "--longca-densities=0.8,0.2,0.5", "--longca-compile-workers=1").assert_outcomes(
+        passed=3
+    )
+    assert set(Path("ran").read_text().partition("items")[0].split()) == {"0.2"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_alike"),
+    [
+        (Causal(64 * K, 64 * K), Causal(128 * K, 128 * K), True),
+        (Causal(64 * K, 64 * K), Causal(64 * K + 64, 64 * K + 64), False),
+        (Causal(128 * K, 128 * K), Causal(256 * K, 256 * K), False),  # 2**31 elements of q: a stride of 64 bits
+        (CausalSlidingWindow(64 * K, 64 * K, 1023), CausalSlidingWindow(128 * K, 128 * K, 1023), True),
+        (CausalSlidingWindow(2 * K, 2 * K, 4095), CausalSlidingWindow(8 * K, 8 * K, 4095), False),  # the shorter one is plainly causal
+        (CausalDocument((64 * K,)), CausalDocument((64 * K, 64 * K)), False),
+        (CausalDocument((60 * K, 4 * K)), CausalDocument((64 * K,) * 2), True),
+        (UniformBlock.default(64 * K, block_size=128), UniformBlock.default(128 * K, seed=1, density=0.1, block_size=128), True),
+        (UniformBlock.default(64 * K, block_size=128), UniformBlock.default(64 * K, block_size=64), False),
+    ],
+)
+def test_what_is_compiled_depends_on_the_form_of_a_mask_and_hardly_on_its_length(one: Mask, other: Mask, is_alike: bool) -> None:
+    first, second = (code_of(Case(mask=mask, heads_q=64, heads_kv=8, head_dim=128, dtype="bf16")) for mask in (one, other))
+    assert (first == second) == is_alike
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1])
@@ -145,3 +194,13 @@ def test_as_many_processes_as_were_asked_for_and_as_fit_the_device() -> None:
     assert num_processes(7, [short] * 3, H200) == 3
     assert num_processes(12, [short, long] * 20, H200) == 2, "128K tokens take 17 GB, thrice"
     assert num_processes(None, [long] * 20, CPU) >= 1
+
+
+@pytest.mark.parametrize(("kernel", "run", "num"), [("flashmask", [64 * K], 10), ("flex", [64 * K, 128 * K], 5)])
+def test_a_long_case_that_a_shorter_one_serves_limits_no_processes(kernel: str, run: list[int], num: int) -> None:
+    sizes: dict[str, Any] = {"heads_q": 64, "heads_kv": 8, "head_dim": 128, "dtype": "bf16"}
+    runs = [Run(kernel, Case(mask=Causal(n, n), **sizes)) for n in (128 * K, 64 * K)]
+    served = cheapest_of_alike(runs, lambda name: load(KERNELS[name])())
+    assert sorted(one.case.seqlen_q for one in served) == run
+    assert sorted(case.seqlen_q for cases in served.values() for case in cases) == [64 * K, 128 * K], "each case is served once"
+    assert num_processes(12, list(served) * 20, H200) == num
