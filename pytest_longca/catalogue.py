@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_longca.errors import InvalidArgument, unknown_name
@@ -77,15 +77,20 @@ def load(path: str) -> Any:
 
 
 class Catalogue:
-    """Kernels and masks by name: the built-in ones and a session's own. Built-in ones are imported when asked for."""
+    """Kernels and masks by name: the built-in ones and a session's own. Built-in ones are imported when asked for.
 
-    def __init__(self, kernels: "Iterable[Kernel]" = (), masks: "Iterable[type[Mask]]" = ()) -> None:
+    A mask of the session's own comes with the place that it is from, and is tried when it is first asked for.
+    """
+
+    def __init__(self, kernels: "Iterable[Kernel]" = (), masks: "Iterable[tuple[type[Mask], str]]" = ()) -> None:
         self._kernels: dict[str, Kernel] = {}
         self._masks: dict[str, type[Mask]] = {}
+        self._untried: dict[str, str] = {}
         for kernel in kernels:
             _add("kernel", kernel.name, kernel, self._kernels, KERNELS)
-        for mask in masks:
+        for mask, place in masks:
             _add("mask", mask.name, mask, self._masks, MASKS)
+            self._untried[mask.name] = place
         self.kernel_names = (*KERNELS, *self._kernels)
         self.mask_names = (*MASKS, *self._masks)
         self.mask_groups = {**MASK_GROUPS, "all": self.mask_names}
@@ -99,16 +104,49 @@ class Catalogue:
         return self._kernels[name]
 
     def mask(self, name: str) -> "type[Mask]":
-        """The class of the mask of that name. Raises InvalidArgument, with the closest names, if there is none."""
+        """The class of the mask of that name. Raises InvalidArgument, with the closest names, if there is none.
+
+        And, with its place, if it is one of the session's own whose predicate is none.
+        """
         if name not in self.mask_names:
             raise unknown_name("mask", name, self.mask_names)
         if name not in self._masks:
             self._masks[name] = load(MASKS[name])
+        if name in self._untried:
+            self._try(name)
         return self._masks[name]
 
-    def masks(self) -> "dict[str, type[Mask]]":
-        """All mask classes by name, as ids are parsed with."""
-        return {name: self.mask(name) for name in self.mask_names}
+    def _try(self, name: str) -> None:
+        from pytest_longca.mask import try_mask
+
+        try:
+            try_mask(self._masks[name])
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{self._untried[name]}: {error}") from None
+        del self._untried[name]
+
+    def masks(self) -> "Mapping[str, type[Mask]]":
+        """All mask classes by name, as ids are parsed with; each as `mask` gives it, when it is looked up."""
+        return _Masks(self)
+
+
+class _Masks(Mapping[str, "type[Mask]"]):
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+
+    def __getitem__(self, name: str) -> "type[Mask]":
+        if name not in self._catalogue.mask_names:
+            raise KeyError(name)
+        return self._catalogue.mask(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._catalogue.mask_names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._catalogue.mask_names)
+
+    def __len__(self) -> int:
+        return len(self._catalogue.mask_names)
 
 
 def _add(kind: str, name: str, value: Any, into: dict[str, Any], built_in: dict[str, str]) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -90,7 +90,7 @@ class Collector:
             return pytest.ExitCode.TESTS_FAILED
         return pytest.ExitCode.OK if self.earlier else before
 
-    def _masks(self, config: pytest.Config) -> "dict[str, type[Mask]] | None":
+    def _masks(self, config: pytest.Config) -> "Mapping[str, type[Mask]] | None":
         """The masks by name, third parties' included, for their pictures in the page."""
         from pytest_longca.plugin import session_of
 

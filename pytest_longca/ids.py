@@ -12,32 +12,18 @@ import itertools
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pytest_longca.block_map import AnyBlockMap, parse_block_map
 from pytest_longca.case import OPERANDS, Case, Direction, Layout, Values
-from pytest_longca.catalogue import MASKS, load
+from pytest_longca.catalogue import Catalogue
 from pytest_longca.errors import InvalidArgument, unknown_name
 from pytest_longca.lengths import MAX_SEQLEN, Lengths
 from pytest_longca.mask import Mask
 from pytest_longca.sampling import draw
 
 Masks = Mapping[str, type[Mask]]
-
-
-class _BuiltIn(Masks):
-    """The built-in masks, each imported when it is looked up."""
-
-    def __getitem__(self, name: str) -> type[Mask]:
-        cls: type[Mask] = load(MASKS[name])
-        return cls
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(MASKS)
-
-    def __len__(self) -> int:
-        return len(MASKS)
 
 
 def format_mask(mask: Mask) -> str:
@@ -54,7 +40,7 @@ def parse_mask(text: str, masks: Masks | None = None) -> Mask:
     >>> parse_mask("causal(seqlen_q=16,seqlen_kv=20)")
     Causal(seqlen_q=16, seqlen_kv=20)
     """
-    return _parse_mask(text, text, _BuiltIn() if masks is None else masks)
+    return _parse_mask(text, text, Catalogue().masks() if masks is None else masks)
 
 
 def format_case(case: Case) -> str:
@@ -72,7 +58,7 @@ def format_case(case: Case) -> str:
 def parse_case(text: str, masks: Masks | None = None) -> Case:
     """The case of an id; parts that are missing have their defaults. Raises InvalidArgument as `parse_mask` does."""
     head, *parts = text.split("/")
-    mask = _parse_mask(text, head, _BuiltIn() if masks is None else masks)
+    mask = _parse_mask(text, head, Catalogue().masks() if masks is None else masks)
     found: dict[str, Any] = {}
     position = len(head) + 1
     for part in parts:

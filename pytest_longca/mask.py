@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pytest_longca import intervals, tiles
+from pytest_longca.errors import InvalidArgument
 from pytest_longca.predicates import Device, MaskMod, check_predicate_result, evaluate
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = [
     "cached_predicate",
     "check_predicate_result",
     "from_mask_mod",
+    "try_mask",
 ]
 
 
@@ -272,3 +274,30 @@ def from_mask_mod(name: str, mask_mod: MaskMod, *, batch: int = 1, heads: int = 
     forms = {Form.PREDICATE, Form.ROW_INTERVALS} if two_runs_a_row else {Form.PREDICATE}
     body = {"name": name, "mod": staticmethod(mask_mod), "num_batches": batch, "num_heads": heads, "forms": frozenset(forms)}
     return type(name, (ModMask,), {"__slots__": (), "__doc__": mask_mod.__doc__, **body})
+
+
+TRIAL_LENGTHS = (4, 7)
+"""Queries and keys on which a user's mask_mod is tried: no two axes of its result may have the same length by chance."""
+TRIAL_SEQLEN = 256
+"""Tokens on which a user's mask class is tried: those that its cells ask for first."""
+ANSWERS = 8
+"""How often it is asked: one that draws a bit for each of the four queries gives the same answer twice once in 16 times."""
+
+
+def try_mask(cls: type[Mask]) -> None:
+    """Raise InvalidArgument unless a user's mask answers on a small grid, always the same, with a bool tensor that broadcasts to it."""
+    try:
+        mask = cls(*TRIAL_LENGTHS) if issubclass(cls, ModMask) else cls.default(TRIAL_SEQLEN)
+    except Exception:  # a class may have no mask of this length, and says so when it is used
+        return
+    try:
+        first, *others = [evaluate(mask, "cpu") for _ in range(ANSWERS)]
+    except InvalidArgument:
+        raise
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+        raise InvalidArgument(f"mask {mask.label!r} raised {raised}: a mask_mod gets integer tensors that broadcast") from error
+    if not all(torch.equal(first, other) for other in others):
+        raise InvalidArgument(
+            f"mask {mask.label!r} gave two answers for the same indices: a mask_mod must be a function of its arguments alone"
+        )

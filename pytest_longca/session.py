@@ -89,9 +89,13 @@ class Session:
 
     @functools.cached_property
     def masks(self) -> tuple[str, ...]:
-        """The masks to judge kernels on."""
+        """The masks to judge kernels on. Raises InvalidArgument for one of a hook whose predicate is none, if it will be used."""
         wanted = self.options.chosen("masks", "cpu")  # a preset's masks are the same on every device
-        return _picked("masks", "mask", wanted, self.catalogue.mask_names, self.catalogue.mask_groups)
+        names = _picked("masks", "mask", wanted, self.catalogue.mask_names, self.catalogue.mask_groups)
+        if self.options.case is None and self.options.selftest is None:  # these two have masks of their own
+            for name in names:
+                self.catalogue.mask(name)
+        return names
 
     @functools.cached_property
     def mechanisms(self) -> "tuple[Mechanism, ...]":

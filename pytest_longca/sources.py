@@ -49,24 +49,21 @@ def _source_of(plugin: Any) -> Source:
 
 def load_catalogue(sources: Iterable[Source]) -> Catalogue:
     """Import the sources and ask their hooks. Raises InvalidArgument, naming the source, for whatever they do wrong."""
-    kernels: list[Any] = []
-    masks: list[Any] = []
-    for source in sources:
-        module = _import(source)
-        kernels += _ask(module, "pytest_longca_kernels", source)
-        masks += _ask(module, "pytest_longca_masks", source)
-    return _checked(kernels, masks)
+    modules = [(_import(source), source.path or source.name) for source in sources]
+    return _catalogue((hook, module, path) for module, path in modules for hook in HOOKS)
 
 
 def catalogue_of(pluginmanager: Any) -> Catalogue:
     """The catalogue of plugins that are loaded in this process."""
-    kernels: list[Any] = []
-    masks: list[Any] = []
-    for hook, into in zip(HOOKS, (kernels, masks), strict=True):
-        for implementation in getattr(pluginmanager.hook, hook).get_hookimpls():
-            name = getattr(implementation.plugin, "__file__", None) or repr(implementation.plugin)
-            into += _ask(implementation.plugin, hook, Source(hook, str(name)))
-    return _checked(kernels, masks)
+    return _catalogue(
+        (hook, implementation.plugin, _path_of(implementation.plugin))
+        for hook in HOOKS
+        for implementation in getattr(pluginmanager.hook, hook).get_hookimpls()
+    )
+
+
+def _path_of(plugin: Any) -> str:
+    return getattr(plugin, "__file__", None) or repr(plugin)
 
 
 def mechanisms_of(pluginmanager: Any) -> "dict[str, Mechanism]":
@@ -75,8 +72,7 @@ def mechanisms_of(pluginmanager: Any) -> "dict[str, Mechanism]":
 
     found = dict(MECHANISMS)
     for implementation in pluginmanager.hook.pytest_longca_mechanisms.get_hookimpls():
-        path = getattr(implementation.plugin, "__file__", None) or repr(implementation.plugin)
-        for row in _ask(implementation.plugin, "pytest_longca_mechanisms", Source("pytest_longca_mechanisms", str(path))):
+        for row in _ask("pytest_longca_mechanisms", implementation.plugin, _path_of(implementation.plugin)):
             if not isinstance(row, Mechanism):
                 raise InvalidArgument(f"pytest_longca_mechanisms returned {row!r}: return pytest_longca.parallel.mechanisms.Mechanism")
             if row.name in found:
@@ -85,49 +81,46 @@ def mechanisms_of(pluginmanager: Any) -> "dict[str, Mechanism]":
     return found
 
 
-def _checked(kernels: list[Any], masks: list[Any]) -> Catalogue:
-    from pytest_longca.kernel import Kernel
+def _catalogue(implementations: Iterable[tuple[str, Any, str]]) -> Catalogue:
+    """What the implementations (hook, plugin, its path) add. Raises InvalidArgument for what is no kernel or no mask class at all.
 
-    for kernel in kernels:
-        if not isinstance(kernel, Kernel):
-            raise InvalidArgument(
-                f"pytest_longca_kernels returned {kernel!r}: return instances of pytest_longca.kernel.Kernel, such as [MyKernel()]"
-            )
-    for mask in masks:
-        _check_mask(mask)
+    A mask's predicate is tried when the mask is used: one that is wrong must not stop a run of others.
+    """
+    kernels: list[Any] = []
+    masks: list[tuple[Any, str]] = []
+    for hook, plugin, path in implementations:
+        for value in _ask(hook, plugin, path):
+            if hook == "pytest_longca_kernels":
+                kernels.append(_checked_kernel(value, f"{hook} in {path}"))
+            else:
+                masks.append((_checked_mask(value, f"{hook} in {path}"), f"{hook} in {path}"))
     return Catalogue(kernels, masks)
 
 
-PROBE_LENGTHS = (4, 7)
-"""Queries and keys on which a user's mask_mod is tried: no two axes of its result may have the same length by chance."""
+def _checked_kernel(kernel: Any, place: str) -> Any:
+    from pytest_longca.kernel import Kernel
+
+    if not isinstance(kernel, Kernel):
+        raise InvalidArgument(f"{place} returned {kernel!r}: return instances of pytest_longca.kernel.Kernel, such as [MyKernel()]")
+    return kernel
 
 
-def _check_mask(mask: Any) -> None:
-    """Raise InvalidArgument unless it is a mask class, and one whose mask_mod, if it is made of one, returns what it must."""
-    from pytest_longca.mask import Mask, ModMask
+def _checked_mask(mask: Any, place: str) -> Any:
+    from pytest_longca.mask import Mask
 
     if not (isinstance(mask, type) and issubclass(mask, Mask)):
-        raise InvalidArgument(
-            f"pytest_longca_masks returned {mask!r}: return subclasses of pytest_longca.mask.Mask (the class, not an instance)"
-        )
-    if not issubclass(mask, ModMask):
-        return
-    try:
-        mask(*PROBE_LENGTHS).dense()
-    except InvalidArgument:
-        raise
-    except Exception:  # a mod may be made for longer sequences only, and says so when it runs
-        return
+        raise InvalidArgument(f"{place} returned {mask!r}: return subclasses of pytest_longca.mask.Mask (the class, not an instance)")
+    return mask
 
 
-def _ask(module: Any, hook: str, source: Source) -> list[Any]:
-    function = getattr(module, hook, None)
+def _ask(hook: str, plugin: Any, path: str) -> list[Any]:
+    function = getattr(plugin, hook, None)
     if function is None:
         return []
     try:
         return list(function())
     except Exception as error:
-        raise InvalidArgument(f"{hook} in {source.path} raised {type(error).__name__}: {error}") from error
+        raise InvalidArgument(f"{hook} in {path} raised {type(error).__name__}: {error}") from error
 
 
 def _import(source: Source) -> ModuleType:

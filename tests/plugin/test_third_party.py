@@ -33,6 +33,29 @@ from pytest_longca.mask import from_mask_mod
 def pytest_longca_masks():
     return [from_mask_mod("mine", lambda b, h, q_idx, kv_idx: {answer})]
 """
+MASK_CLASS = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from pytest_longca.mask import Mask
+
+@dataclass(frozen=True)
+class Mine(Mask):
+    seqlen_q: int
+    seqlen_kv: int
+    name: ClassVar[str] = "mine"
+
+    def predicate(self, device="cpu"):
+        return lambda b, h, q_idx, kv_idx: {answer}
+
+    @classmethod
+    def sample(cls, rng, seqlen, seqlen_kv=None):
+        return cls(seqlen, seqlen)
+
+def pytest_longca_masks():
+    return [Mine]
+"""
 
 
 def said(result: pytest.RunResult) -> str:
@@ -128,22 +151,44 @@ def test_a_kernel_that_returns_no_result_is_told_what_is_due(run: Run, pytester:
         ("(q_idx >= kv_idx).int()", "mask 'mine' returned torch.int32: a mask_mod returns torch.bool, True where the key is visible"),
         ("True", "mask 'mine' returned bool: a mask_mod returns a bool tensor"),
         ("torch.ones(3, 5, dtype=torch.bool)", "mask 'mine' returned shape (3, 5): it must broadcast to"),
+        (
+            "q_idx.item() >= kv_idx",
+            "mask 'mine' raised RuntimeError: a Tensor with 4 elements cannot be converted to Scalar: "
+            "a mask_mod gets integer tensors that broadcast",
+        ),
+        (
+            "(torch.rand(q_idx.shape) > 0.5) & (kv_idx >= 0)",
+            "mask 'mine' gave two answers for the same indices: a mask_mod must be a function of its arguments alone",
+        ),
     ],
 )
-def test_a_predicate_that_is_none_is_told_what_is_due(run: Run, pytester: pytest.Pytester, answer: str, says: str) -> None:
-    pytester.makeconftest(MOD.format(answer=answer))
+@pytest.mark.parametrize("chosen", ["--longca-masks=mine", "--longca-case=mine(seqlen_q=9,seqlen_kv=9)/b1/h1:1/d8/fp32/fwd/s0"])
+def test_a_predicate_that_is_none_is_told_what_is_due(run: Run, pytester: pytest.Pytester, answer: str, says: str, chosen: str) -> None:
+    path = pytester.makeconftest(MOD.format(answer=answer))
+    result = run("--longca-kernels=naive", chosen)
+    assert result.ret == USAGE
+    assert f"pytest_longca_masks in {path}: {says}" in said(result)
+
+
+def test_a_mask_class_is_tried_too(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(MASK_CLASS.format(answer="(torch.rand(q_idx.shape) > 0.5) & (kv_idx >= 0)"))
     result = run("--longca-kernels=naive", "--longca-masks=mine")
     assert result.ret == USAGE
-    assert says in said(result)
+    assert "mask 'mine' gave two answers for the same indices" in said(result)
 
 
-def test_a_predicate_that_raises_is_named_with_the_place_where_it_did(run: Run, pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(MOD.format(answer="torch.zeros(2, dtype=torch.bool)[q_idx]"))
+@pytest.mark.parametrize("chosen", ["--longca-masks=causal", "--longca-case=causal(seqlen_q=9,seqlen_kv=9)/b1/h1:1/d8/fp32/fwd/s0"])
+def test_a_predicate_that_is_none_stops_no_run_of_other_masks(run: Run, pytester: pytest.Pytester, chosen: str) -> None:
+    pytester.makeconftest(MOD.format(answer="(q_idx >= kv_idx).int()"))
+    result = run("--longca-kernels=naive", chosen, "--longca-examples=2", "-k", "examples or case", "--longca-html=page.html")
+    result.assert_outcomes(passed=1)
+
+
+def test_a_predicate_that_raises_beyond_the_trial_is_named_with_the_place_where_it_did(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(MOD.format(answer="torch.zeros(8, dtype=torch.bool)[q_idx] & (kv_idx >= 0)"))
     result = run("--longca-kernels=naive", "--longca-case=mine(seqlen_q=9,seqlen_kv=9)/b1/h1:1/d8/fp32/fwd/s0", "--longca-isolate=off")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(
-        ["naive crashed: naive raised IndexError: index 2 is out of bounds*", "no picture of the mask: IndexError*"]
-    )
+    result.stdout.fnmatch_lines(["E   IndexError: index 8 is out of bounds*", "conftest.py:*: IndexError"])
 
 
 def test_two_masks_of_one_name_are_a_usage_error(run: Run, pytester: pytest.Pytester) -> None:
