@@ -24,7 +24,9 @@ CHECK_INFO: dict[str, CheckInfo] = {
     "truth": CheckInfo("default", "examples", "out, lse, dq, dk and dv against the high-precision reference, row by row"),
     "poison": CheckInfo("default", "examples", "huge values and NaN around the operands and in recycled memory change nothing"),
     "guard": CheckInfo(
-        "default", "examples", "nothing outside the results is written: canaries around the operands and the operands themselves"
+        "default",
+        "examples",
+        "nothing outside the results is written: canaries around the operands, the operands, and the process's settings",
     ),
     "repeat": CheckInfo("default", "examples", "the same call again: bitwise equal where that is promised, right every time"),
     "state": CheckInfo(

@@ -1,5 +1,6 @@
 """Faults that show only under a condition: certain counts, layouts or sizes of values, or what ran before."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -165,6 +166,29 @@ def _second_forward_halved(inner: Kernel, case: Case, inputs: Inputs) -> Call:
     return Hooked(inner.bind(case, inputs), after_forward=after_forward)
 
 
+def _leaves(change: Callable[[], object]) -> Bind:
+    """Right results; the forward leaves something changed that the whole process shares."""
+
+    def forward(case: Case, inputs: Inputs, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        change()
+        return out, lse
+
+    return wrong_results(forward)
+
+
+def _imports_change() -> Bind:
+    """The first bind of all changes a setting, as an import does."""
+    ran: list[int] = []
+
+    def bind(inner: Kernel, case: Case, inputs: Inputs) -> Call:
+        if not ran:
+            torch.set_float32_matmul_precision("high")
+        ran.append(1)
+        return inner.bind(case, inputs)
+
+    return bind
+
+
 ROWS: list[tuple[str, str, str, str, Bind | Fresh]] = [
     ("block map", "block_map_of_group", "uniform_block", "each head has the map of its group's first head", wrong_mask(_map_of_group)),
     (
@@ -232,4 +256,24 @@ ROWS: list[tuple[str, str, str, str, Bind | Fresh]] = [
     ("state", "out_kept_by_address", "full", "out is kept by the operands' addresses", Fresh(_out_kept_by_address)),
     ("state", "backward_twice", "full", "a call's second backward gives more than its first", _second_backward_doubled),
     ("state", "forward_twice", "causal", "a call's second forward gives less than its first", _second_forward_halved),
+    ("settings", "default_dtype_left", "full", "the default dtype stays fp64", _leaves(lambda: torch.set_default_dtype(torch.float64))),
+    ("settings", "default_device_left", "causal", "the default device stays another", _leaves(lambda: torch.set_default_device("meta"))),
+    (
+        "settings",
+        "threads_left",
+        "full",
+        "the number of threads stays another",
+        _leaves(lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
+    ),
+    (
+        "settings",
+        "deterministic_left",
+        "causal",
+        "deterministic algorithms stay demanded",
+        _leaves(lambda: torch.use_deterministic_algorithms(True)),
+    ),
+    ("settings", "tf32_left_once", "full", "the first call of all allows TF32 in all products of fp32", Fresh(_imports_change)),
+    ("settings", "directory_left", "causal", "the working directory stays another", _leaves(lambda: os.chdir(os.sep))),
+    ("generator", "seeded", "full", "each call seeds the global generator", _leaves(lambda: torch.manual_seed(0))),
+    ("generator", "draws", "causal", "each call draws from the global generator", _leaves(lambda: torch.rand(()))),
 ]

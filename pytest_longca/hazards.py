@@ -14,6 +14,7 @@ from pytest_longca.inputs import TORCH_DTYPES, Inputs, make_inputs, shapes
 from pytest_longca.judge import Result
 from pytest_longca.mask import Mask
 from pytest_longca.subject import (
+    CHANGED,
     TENSORS,
     Finding,
     Subject,
@@ -90,9 +91,16 @@ class Surrounded:
 
 
 def guard(subject: Subject) -> list[Finding]:
-    """P4: the operands lie in larger buffers; after the call the buffers, operands included, are as they were."""
+    """P4: the operands lie in larger buffers; after the call the buffers, operands included, are as they were.
+
+    So are the settings that the whole process shares, since its first call, and the global random generators.
+    """
+    subject.result  # noqa: B018  # first: what is drawn once, to compile or to tune, is drawn there
     surrounded = {name: Surrounded(getattr(subject.inputs, name), 1.0) for name in OPERANDS}
-    subject.run(subject.case, Inputs(**{name: operand.view for name, operand in surrounded.items()}))
+    devices = [torch.cuda.current_device()] if subject.machine.device == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.rand((), device=subject.machine.device)  # a generator that somebody has just seeded would not show another seeding
+        subject.run(subject.case, Inputs(**{name: operand.view for name, operand in surrounded.items()}))
     findings = []
     for name, operand in surrounded.items():
         if (damage := operand.damage()) is not None:
@@ -100,6 +108,21 @@ def guard(subject: Subject) -> list[Finding]:
             findings.append(
                 Finding("guard", name, f"the call wrote to {number} elements {where} {name}: operands and their surroundings are read-only")
             )
+    return findings + _global_changes(subject)
+
+
+def _global_changes(subject: Subject) -> list[Finding]:
+    """What the kernel changed for everything else in the process; it was put back."""
+    findings = []
+    if changed := CHANGED.get(subject.kernel.name):
+        message = f"the kernel leaves {', '.join(changed.values())}: it shares them with all that runs in the process"
+        findings.append(Finding("guard", "settings", message))
+    if moved := subject.moved_generators:
+        message = (
+            f"the call seeds the global random generator of {' and '.join(moved)}, or draws from it: "
+            "without dropout there is nothing to draw, and what needs numbers takes them from a generator of its own"
+        )
+        findings.append(Finding("guard", "generator", message))
     return findings
 
 

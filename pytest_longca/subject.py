@@ -20,6 +20,7 @@ from pytest_longca.kernel import SUMS_IN_DTYPE, Call, Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.outcome import Crashed, Outcome, OutOfMemory
 from pytest_longca.reference import Reference, cached_reference
+from pytest_longca.settings import Changes, kept
 from pytest_longca.spent import KERNELS, spending
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
@@ -73,6 +74,8 @@ class Subject:
         self.case = case
         self.machine = machine
         self.facts: dict[str, str] = {}
+        self.moved_generators: list[str] = []
+        """The global random generators that the latest `run` moved."""
 
     @cached_property
     def inputs(self) -> Inputs:
@@ -116,12 +119,13 @@ class Subject:
 
     def run(self, case: Case, inputs: Inputs) -> Result:
         """Bind, forward and, where the case has one, backward. Raises DidNotRun or Malformed, nothing else."""
-        with spending(KERNELS), kernel_errors(self.kernel.name):
+        with spending(KERNELS), kernel_errors(self.kernel.name) as changes:
             call = self.kernel.bind(case, inputs)
             out, lse = finish_forward(case, call)
             dq, dk, dv = finish_backward(case, call, inputs.do) if case.direction.needs_backward else (None, None, None)
             if self.machine.device == "cuda":
                 torch.cuda.synchronize()
+        self.moved_generators = changes.generators
         self.facts.update(call.facts)
         return as_result(call, out, lse, dq, dk, dv)
 
@@ -235,15 +239,24 @@ def _what(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
+CHANGED: dict[str, dict[str, str]] = {}
+"""What each kernel changed in this process, however early: an import changes it once. By kernel, then setting; in words."""
+
+
 @contextmanager
-def kernel_errors(kernel: str) -> Iterator[None]:
-    """Turns whatever a kernel raises into DidNotRun with its outcome; what already is one, and Malformed, pass."""
-    try:
-        yield
-    except (DidNotRun, Malformed):
-        raise
-    except Exception as error:
-        raise DidNotRun(_outcome_of(kernel, error)) from error
+def kernel_errors(kernel: str) -> Iterator[Changes]:
+    """Where a kernel's code runs. The process's settings are put back after it, and kept in mind: yields them.
+
+    Turns whatever the kernel raises into DidNotRun with its outcome; what already is one, and Malformed, pass.
+    """
+    with kept() as changes:
+        try:
+            yield changes
+        except (DidNotRun, Malformed):
+            raise
+        except Exception as error:
+            raise DidNotRun(_outcome_of(kernel, error)) from error
+    CHANGED.setdefault(kernel, {}).update(changes.settings)
 
 
 def _outcome_of(kernel: str, error: Exception) -> Outcome:

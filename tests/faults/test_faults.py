@@ -128,6 +128,14 @@ EXPECTED = {
     "out_kept_by_address": ("state", "in memory that held others"),
     "backward_twice": ("repeat", "dq"),
     "forward_twice": ("repeat", "out"),
+    "default_dtype_left": ("guard", "settings: the kernel leaves default dtype torch.float64 (it was torch.float32): it shares them"),
+    "default_device_left": ("guard", "settings: the kernel leaves default device meta (it was cpu)"),
+    "threads_left": ("guard", "settings: the kernel leaves number of threads "),
+    "deterministic_left": ("guard", "settings: the kernel leaves deterministic debug mode 2 (it was 0)"),
+    "tf32_left_once": ("guard", "settings: the kernel leaves float32 matmul precision high (it was highest)"),
+    "directory_left": ("guard", "settings: the kernel leaves working directory / (it was "),
+    "seeded": ("guard", "generator: the call seeds the global random generator of CPU, or draws from it"),
+    "draws": ("guard", "generator: the call seeds the global random generator of CPU, or draws from it"),
 }
 """Which check catches each fault first ("" where the draw decides), and what its message says."""
 
@@ -164,6 +172,13 @@ DRAWN = frozenset(
         "out_kept_by_address",
         "backward_twice",
         "forward_twice",
+        "default_dtype_left",
+        "default_device_left",
+        "threads_left",
+        "deterministic_left",
+        "directory_left",
+        "seeded",
+        "draws",
     }
 )
 """Faults that no probe shows. They are hunted among drawn cases alone: the probes would be passed once more for each of them."""

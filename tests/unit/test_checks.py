@@ -291,3 +291,34 @@ def test_call_that_takes_seconds_is_slow_on_any_kernel() -> None:
     assert Subject(Naive(), long, H200).is_slow
     assert not Subject(Naive(), replace(long, mask=Causal(8192, 8192)), H200).is_slow
     assert not Subject(Naive(), CASE, CPU).is_slow
+
+
+def test_a_changed_setting_is_told_and_put_back_wherever_the_kernel_runs() -> None:
+    def leave(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(0)
+        return out, lse
+
+    kernel = Scripted(forward=leave)
+    type(kernel).name = "changes_dtype_and_seeds"
+    before = torch.get_rng_state()
+    try:
+        assert verify(kernel, CASE, CPU, ["probes", "truth"]).outcome == Passed()
+        findings = verify(kernel, CASE, CPU, ["guard"]).findings
+        kernel.steps = (None, None)
+        later = verify(kernel, CASE, CPU, ["guard"]).findings
+    finally:
+        type(kernel).name = "scripted"
+        assert torch.get_default_dtype() == torch.float32
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [finding.tensor for finding in findings] == ["settings", "generator"]
+    assert [finding.tensor for finding in later] == ["settings"], "what changed once, as by an import, stays told"
+
+
+def test_an_exception_leaves_no_changed_setting() -> None:
+    def leave(*_: object) -> object:
+        torch.set_grad_enabled(False)
+        raise ValueError
+
+    outcome = verify(Scripted(forward=leave), CASE, CPU).outcome
+    assert isinstance(outcome, Crashed) and torch.is_grad_enabled()
