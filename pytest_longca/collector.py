@@ -97,13 +97,15 @@ class Collector:
         return session_of(config).catalogue.masks() if self._options.html else None
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
         records = self._all() if self.records or self.earlier else []
         if not records and not self._lines:
             return
         from pytest_longca.report.terminal import render
 
         terminalreporter.section("longca")
+        if exitstatus == pytest.ExitCode.INTERRUPTED:
+            terminalreporter.write_line("interrupted: this is what ran before", yellow=True)
         terminalreporter.write_line(render(records, terminalreporter._tw.fullwidth, terminalreporter.hasmarkup))
         if self._writer:
             terminalreporter.write_line(self._writer.notice or f"records: {self._writer.path}")

@@ -34,5 +34,11 @@ class SelftestSummary:
             self._caught += [bool(value) for name, value in report.user_properties if name == PROPERTY]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._caught:
-            terminalreporter.write_line(f"selftest: {sum(self._caught)} of {len(self._caught)} faults caught")
+        from pytest_longca.faults import FAULTS
+
+        num_caught, num_ran = sum(self._caught), len(self._caught)
+        if num_ran == len(FAULTS):
+            terminalreporter.write_line(f"selftest: {num_caught} of {num_ran} faults caught")
+        elif num_ran:
+            caught = "all" if num_caught == num_ran else num_caught
+            terminalreporter.write_line(f"selftest: {num_ran} of {len(FAULTS)} ran, {caught} caught")

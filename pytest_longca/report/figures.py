@@ -10,6 +10,9 @@ from pytest_longca.report.record import Record
 SHARED = "shared_machine"
 """The fact of a record whose samples were taken while other tests ran beside them: they are rough."""
 
+NOISY = 0.25
+"""A timing whose p20 and p80 are further apart than this part of its median is marked as noisy."""
+
 REFUTED = frozenset({"wrong", "known_wrong", "crashed", "timed_out"})
 """Outcomes that show a kernel to be wrong, whether that is known or not."""
 
@@ -122,6 +125,12 @@ class Timed:
     def fraction_of_peak(self) -> float | None:
         peak = self.record.peaks.get("matmul_tflop_per_s")
         return self.tflop_per_s / peak if peak else None
+
+    @property
+    def noise(self) -> str:
+        """What to say of samples that lie far apart; empty where they do not."""
+        low, high = self.p20_p80_ms
+        return f"noisy (p20 to p80: {low:.3g} to {high:.3g} ms)" if high - low > NOISY * self.median_ms else ""
 
     @property
     def is_rough(self) -> bool:

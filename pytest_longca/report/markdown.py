@@ -67,14 +67,19 @@ def _reasons(found: Matrix) -> str:
 def _fastest(records: Sequence[Record]) -> str:
     found = fastest(records)
     rows = [
-        [*map(escape, (key.mask, key.shape, key.direction, column(ranked[0].record))), *_figures(ranked[0]), escape(_ties(ranked))]
+        [
+            *map(escape, (key.mask, key.shape, key.direction, column(ranked[0].record))),
+            *_figures(ranked[0]),
+            escape(_ties(ranked)),
+            ranked[0].noise,
+        ]
         for key, ranked in found.items()
     ]
     if not rows:
         return ""
     is_rough = any(entry.is_rough for ranked in found.values() for entry in ranked)
     title = "## Fastest verified kernel\n\n" + "Rough: other tests ran beside the timings.\n\n" * is_rough
-    return title + table(["mask", "shape", "pass", "kernel", "ms", "speed", "of peak", "tied with"], rows)
+    return title + table(["mask", "shape", "pass", "kernel", "ms", "speed", "of peak", "tied with", "noise"], rows)
 
 
 def _ties(ranked: Sequence[Timed]) -> str:

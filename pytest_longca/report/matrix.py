@@ -7,6 +7,7 @@ from itertools import product
 
 from pytest_longca.catalogue import KERNELS, MASKS
 from pytest_longca.report.record import Record
+from pytest_longca.report.series import CELL_STAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Mark:
 
 FORWARD_ONLY = "forward_only"
 FORWARD_ASKED = "forward_asked"
-UNTIMED = "untimed"
+PARTIAL = "partial"
 WOULD_RUN = "would_run"
 LISTED = "list"
 """The stage of records of --longca-list, which runs nothing."""
@@ -34,8 +35,8 @@ MARKS: dict[str, Mark] = {
     "not_verified": Mark("?", "yellow", "nothing was judged"),
     "passed": Mark("ok", "green", "outputs and gradients passed"),
     FORWARD_ONLY: Mark("fwd", "green", "passed, forward only"),
-    FORWARD_ASKED: Mark("fwd*", "green", "passed, forward only, as selected"),
-    UNTIMED: Mark("ok*", "green", "passed, not timed: the reason is told"),
+    FORWARD_ASKED: Mark("fwd*", "green", "passed what ran, forward only"),
+    PARTIAL: Mark("ok*", "green", "passed what ran: what did not is told"),
     WOULD_RUN: Mark("run", "green", "would run"),
     "unsupported": Mark("-", "blue", "not supported"),
     "not_installed": Mark("absent", "blue", "not installed"),
@@ -43,13 +44,24 @@ MARKS: dict[str, Mark] = {
 """Every outcome, the gravest first: a cell shows the first one that some record of it has."""
 
 
+LACKS = {
+    frozenset({"probes"}): "passed, but no drawn example ran",
+    frozenset({"examples"}): "passed, but no exact probe ran",
+}
+"""What is said of a cell that passed of which only these stages ran. A timing or a replay alone judges the very case that was asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Rows are masks, columns kernels; `cells` holds keys of MARKS: every cell one, also those of which there is no record."""
+    """Rows are masks, columns kernels; `cells` holds keys of MARKS: every cell one, also those of which there is no record.
+
+    `lacks` says of cells that passed what of their judgement did not run.
+    """
 
     masks: tuple[str, ...]
     kernels: tuple[str, ...]
     cells: dict[tuple[str, str], str]
+    lacks: dict[tuple[str, str], str]
     reasons: tuple["Reason", ...]
 
     def used(self) -> list[str]:
@@ -81,7 +93,8 @@ def matrix(records: Iterable[Record]) -> Matrix:
         groups.setdefault((column(record), record.mask), []).append(record)
     masks, kernels = _ordered((record.mask for record in records), MASKS), _ordered((column(record) for record in records), KERNELS)
     cells = {cell: cell_kind(groups[cell]) if cell in groups else "not_verified" for cell in product(kernels, masks)}
-    return Matrix(masks=masks, kernels=kernels, cells=cells, reasons=tuple(_reasons(records, cells)))
+    lacks = {cell: text for cell, group in groups.items() if (text := _lack(group)) and _is_green(cells[cell])}
+    return Matrix(masks=masks, kernels=kernels, cells=cells, lacks=lacks, reasons=tuple(_reasons(records, cells, lacks)))
 
 
 def _ordered(names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
@@ -91,7 +104,7 @@ def _ordered(names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
 
 
 def cell_kind(records: Sequence[Record]) -> str:
-    """The outcome that stands for a cell: the gravest. What passed may be forward only, or lack nothing but a time."""
+    """The outcome that stands for a cell: the gravest. What passed may be forward only, or lack a time, its probes or its examples."""
     if any(_would_run(record) for record in records):
         return WOULD_RUN
     passed = [record for record in records if record.kind == "passed"]
@@ -102,9 +115,9 @@ def cell_kind(records: Sequence[Record]) -> str:
         return kind
     forward_alone = {record.direction for record in passed} == {"fwd"}
     if forward_alone and any(_shows_no_backward(record) for record in records):
-        return FORWARD_ONLY
-    if len(judged) < len(records):
-        return UNTIMED
+        return FORWARD_ASKED if _lack(records) else FORWARD_ONLY
+    if len(judged) < len(records) or _lack(records):
+        return PARTIAL
     return FORWARD_ASKED if forward_alone else kind
 
 
@@ -115,6 +128,15 @@ def _shows_no_backward(record: Record) -> bool:
     return record.kind == "unsupported" and not {"bwd", "fwd_bwd"}.isdisjoint((record.case or "").split("/"))
 
 
+def _lack(records: Sequence[Record]) -> str | None:
+    """What did not run of a cell's two stages where one did, or None."""
+    return LACKS.get(frozenset(record.stage for record in records) & CELL_STAGES)
+
+
+def _is_green(kind: str) -> bool:
+    return MARKS[kind].colour == "green"
+
+
 def _would_run(record: Record) -> bool:
     return record.stage == LISTED and record.kind == "not_verified"
 
@@ -123,16 +145,18 @@ def _lacks_a_time(record: Record) -> bool:
     return record.kind == "not_verified" and record.stage == "timing"
 
 
-def _reasons(records: Iterable[Record], cells: dict[tuple[str, str], str]) -> list[Reason]:
-    """Reasons of all records that did not pass, one for each kernel and text, the gravest first."""
+def _reasons(records: Iterable[Record], cells: dict[tuple[str, str], str], lacks: dict[tuple[str, str], str]) -> list[Reason]:
+    """Reasons of all records that did not pass, and what cells lack, one for each kernel and text, the gravest first."""
     order = list(MARKS)
     found: dict[tuple[str, str, str], dict[str, str | None]] = {}
     for record in records:
         if record.kind != "passed" and not _would_run(record):
             key = (record.kind, column(record), _impersonal(record))
-            if _lacks_a_time(record) and MARKS[cells[column(record), record.mask]].colour == "green":
-                key = (UNTIMED, column(record), f"passed, not timed: {record.outcome['reason']}")
+            if _lacks_a_time(record) and _is_green(cells[column(record), record.mask]):
+                key = (PARTIAL, column(record), f"passed, not timed: {record.outcome['reason']}")
             found.setdefault(key, {}).setdefault(record.mask, record.replay)
+    for (kernel, mask), text in lacks.items():
+        found.setdefault((PARTIAL, kernel, text), {})[mask] = None
     return [
         Reason(kernel, kind, text, tuple(masks), next((replay for replay in masks.values() if replay), None))
         for (kind, kernel, text), masks in sorted(found.items(), key=lambda item: order.index(item[0][0]))

@@ -148,4 +148,5 @@ def _beside(ranked: Sequence[Timed]) -> str:
 
 def _figures(entry: Timed) -> str:
     share = entry.fraction_of_peak
-    return f"{entry.median_ms:.3g} ms, {rate_text(entry.tflop_per_s)}" + (f" ({share:.0%} of peak)" if share is not None else "")
+    peak = f" ({share:.0%} of peak)" if share is not None else ""
+    return f"{entry.median_ms:.3g} ms, {rate_text(entry.tflop_per_s)}{peak}" + (f", {entry.noise}" if entry.noise else "")

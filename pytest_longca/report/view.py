@@ -62,7 +62,7 @@ def view(records: Sequence[Record], comparison: Comparison | None = None, pictur
         "strings": strings.all,
         "kernels": found.kernels,
         "masks": found.masks,
-        "cells": [[kernel, mask, kind] for (kernel, mask), kind in found.cells.items()],
+        "cells": [[*cell, kind, found.lacks.get(cell, "")] for cell, kind in found.cells.items()],
         "marks": {kind: asdict(mark) for kind, mark in MARKS.items()},
         "pictures": [asdict(picture) for picture in pictures],
         "gate": _gate(comparison),

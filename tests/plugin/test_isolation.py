@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -144,6 +145,7 @@ def test_an_interrupt_leaves_no_process_and_no_file_and_keeps_records_summary_an
     records = [json.loads(line) for line in (pytester.path / "records.jsonl").read_text().splitlines()]
     assert [(record["kernel"], record["outcome"]["kind"]) for record in records] == [("noting", "passed")]
     assert "records: records.jsonl" in output and "report: page.html" in output
+    assert re.search(r"^interrupted: .*^causal +ok\*$", output, re.MULTILINE | re.DOTALL), "above the table; no probe ran"
     assert "noting" in (pytester.path / "page.html").read_text()
     assert not [path for path in short_path.iterdir() if path.name.startswith(("longca-", "pymp-"))]
 

@@ -22,9 +22,11 @@ from pytest_longca.outcome import (
     Unsupported,
     Wrong,
 )
-from pytest_longca.report.matrix import FORWARD_ASKED, FORWARD_ONLY, MARKS, UNTIMED, WOULD_RUN, cell_kind, matrix
+from pytest_longca.report.markdown import markdown
+from pytest_longca.report.matrix import FORWARD_ASKED, FORWARD_ONLY, MARKS, PARTIAL, WOULD_RUN, cell_kind, matrix
 from pytest_longca.report.record import Record
 from pytest_longca.report.terminal import masks_text, render
+from pytest_longca.report.view import view
 
 EVERY: dict[str, Outcome] = {
     "passed": Passed(),
@@ -43,6 +45,11 @@ def record(kernel: str = "flex", mask: str = "causal", outcome: Outcome | None =
     return Record(**{"stage": "examples", "kernel": kernel, "mask": mask, "outcome": (outcome or Passed()).to_json(), **more})
 
 
+def cell(kernel: str = "flex", mask: str = "causal", **more: Any) -> list[Record]:
+    """What a cell leaves that passed, all of it."""
+    return [record(kernel, mask, stage=stage, **more) for stage in ("probes", "examples")]
+
+
 def timing(kernel: str, ms: float, outcome: Outcome | None = None, **more: Any) -> Record:
     shape = {"batch": 1, "seqlen_q": 8192, "seqlen_kv": 8192, "heads_q": 64, "heads_kv": 8, "head_dim": 128, "head_dim_v": 128}
     values: dict[str, Any] = {"shape": {**shape, "dtype": "bf16"}, "case": "c", "direction": "fwd", "flop": 10**12, "samples_ms": [ms] * 3}
@@ -50,14 +57,14 @@ def timing(kernel: str, ms: float, outcome: Outcome | None = None, **more: Any) 
 
 
 def test_every_outcome_has_a_mark_of_its_own() -> None:
-    besides = {FORWARD_ONLY, FORWARD_ASKED, UNTIMED, WOULD_RUN}
+    besides = {FORWARD_ONLY, FORWARD_ASKED, PARTIAL, WOULD_RUN}
     assert set(MARKS) == {*OUTCOMES, *besides} == {*EVERY, *besides}
     assert len({mark.word for mark in MARKS.values()}) == len(MARKS)
 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_each_outcome_shows_its_word_meaning_and_reason(kind: str) -> None:
-    text = render([record(outcome=EVERY[kind])], width=200)
+    text = render(cell(outcome=EVERY[kind]), width=200)
     assert re.search(rf"^causal +{re.escape(MARKS[kind].word)}$", text, re.MULTILINE)
     assert MARKS[kind].meaning in text
     if kind != "passed":
@@ -65,19 +72,32 @@ def test_each_outcome_shows_its_word_meaning_and_reason(kind: str) -> None:
 
 
 def test_a_cell_shows_the_gravest_of_its_outcomes() -> None:
-    assert cell_kind([record(), record(outcome=EVERY["wrong"]), record(outcome=EVERY["unsupported"])]) == "wrong"
-    assert cell_kind([record(), record(outcome=EVERY["unsupported"])]) == "passed"
+    assert cell_kind([*cell(), record(outcome=EVERY["wrong"]), record(outcome=EVERY["unsupported"])]) == "wrong"
+    assert cell_kind([record(), record(stage="probes", outcome=EVERY["unsupported"])]) == "passed"
+
+
+@pytest.mark.parametrize(("stage", "lacks"), [("probes", "drawn example"), ("examples", "exact probe")])
+def test_a_cell_in_which_only_probes_or_only_examples_ran_says_so(stage: str, lacks: str) -> None:
+    ran, timed = record(stage=stage), timing("flex", 2.0, direction="fwd_bwd")
+    assert cell_kind([ran]) == cell_kind([ran, timed]) == PARTIAL
+    assert cell_kind(cell()) == cell_kind([*cell(), timed]) == "passed"
+    assert cell_kind([timed]) == "passed", "a timing verifies the very case that it times"
+    assert cell_kind([record(stage=stage, direction="fwd")]) == FORWARD_ASKED
+    text = render([ran, *cell(mask="full"), record(mask="full_document", stage=stage)], width=100)
+    assert f"flex: passed, but no {lacks} ran [causal, full_document]" in text
+    assert re.search(r"^full +ok$", text, re.MULTILINE) and re.search(r"^causal +ok\*$", text, re.MULTILINE)
+    assert "but no" not in render([ran, record(mask="causal", stage=stage, outcome=EVERY["wrong"])])
 
 
 def test_a_cell_that_the_run_did_not_reach_is_not_empty() -> None:
-    text = render([record("flex", "full"), record("naive", "causal")], width=80)
+    text = render([*cell("flex", "full"), *cell("naive", "causal")], width=80)
     assert re.search(r"^full +\? +ok$", text, re.MULTILINE) and re.search(r"^causal +ok +\?$", text, re.MULTILINE)
     assert re.search(r"^\? +nothing was judged$", text, re.MULTILINE)
 
 
 def test_a_cell_without_any_backward_says_forward_only() -> None:
-    assert cell_kind([record(direction="fwd"), record(direction="fwd")]) == FORWARD_ONLY
-    assert cell_kind([record(direction="fwd"), record(direction="bwd")]) == "passed"
+    assert cell_kind(cell(direction="fwd")) == FORWARD_ONLY
+    assert cell_kind([*cell(direction="fwd"), record(direction="bwd")]) == "passed"
 
 
 def test_a_cell_whose_backward_was_not_asked_for_says_so() -> None:
@@ -85,21 +105,20 @@ def test_a_cell_whose_backward_was_not_asked_for_says_so() -> None:
     asked = timing("flex", 2.0, case=f"{case}/fwd/s0")
     refused = record(stage="timing", outcome=EVERY["unsupported"], case=f"{case}/bwd/s0")
     assert cell_kind([asked]) == FORWARD_ASKED
-    assert cell_kind([asked, record(direction="fwd")]) == FORWARD_ONLY, "no drawn case had a backward"
-    assert MARKS[FORWARD_ASKED].meaning.endswith("forward only, as selected")
+    assert cell_kind([asked, *cell(direction="fwd")]) == FORWARD_ONLY, "no drawn case had a backward"
     assert cell_kind([asked, refused]) == FORWARD_ONLY
     late = record(stage="timing", outcome=NotVerified("outside the budget"), case=f"{case}/bwd/s0")
-    assert cell_kind([asked, late]) == UNTIMED
+    assert cell_kind([asked, late]) == PARTIAL
 
 
 def test_a_cell_that_passed_and_could_not_be_timed_says_so_and_why() -> None:
     missed = record(outcome=NotVerified("interpreted: not verified on hardware"), stage="timing")
-    assert cell_kind([record(), missed]) == UNTIMED
+    assert cell_kind([*cell(), missed]) == PARTIAL
     assert cell_kind([missed]) == "not_verified"
     assert cell_kind([record(), record(outcome=EVERY["not_verified"])]) == "not_verified", "examples that did not run are no pass"
-    text = render([record(), missed], width=100)
+    text = render([*cell(), missed], width=100)
     assert "flex: passed, not timed: interpreted: not verified on hardware [causal]" in text
-    assert text.endswith("ok*    passed, not timed: the reason is told")
+    assert text.endswith("ok*    passed what ran: what did not is told")
     assert "flex: not verified: interpreted" in render([missed])
     failed = record(outcome=EVERY["wrong"])
     assert "flex: not verified: interpreted" in render([record(), missed, failed]), "what is wrong besides has not passed"
@@ -184,3 +203,22 @@ def test_a_kernel_that_is_wrong_on_the_mask_is_never_the_fastest() -> None:
 
 def test_no_records_make_a_summary_too() -> None:
     assert render([]) == "no results"
+
+
+def test_a_timing_whose_samples_lie_far_apart_is_marked_as_noisy() -> None:
+    """A quarter of the median is what p20 and p80 may be apart."""
+    text = render([timing("flex", 2.0, samples_ms=[1.8, 1.9, 2.0, 2.5, 2.6])], width=200)
+    assert "flex 2 ms, 500 TFLOP/s, noisy (p20 to p80: 1.9 to 2.5 ms)" in text
+    assert "noisy" not in render([timing("flex", 2.0, samples_ms=[1.8, 1.9, 2.0, 2.3, 2.6])], width=200)
+
+
+def test_what_did_not_run_of_a_cell_and_noise_are_told_in_the_markdown_and_the_page() -> None:
+    shape = {"batch": 1, "seqlen_q": 8, "seqlen_kv": 8, "heads_q": 1, "heads_kv": 1, "head_dim": 64, "head_dim_v": 64, "dtype": "fp32"}
+    about: dict[str, Any] = {"kernel": "k", "mask": "m", "outcome": Passed().to_json()}
+    timing = Record(stage="timing", **about, shape=shape, direction="bwd", flop=10**9, samples_ms=[1.0, 2.0, 3.0, 4.0, 5.0])
+    probed = Record(stage="probes", **about)
+    text = markdown([probed, timing])
+    assert "| m | ok\\* |" in text and "passed, but no drawn example ran" in text
+    assert "| noisy (p20 to p80: 2 to 4 ms) |" in text
+    assert view([probed, timing])["cells"] == [["k", "m", "partial", "passed, but no drawn example ran"]]
+    assert view([timing])["cells"] == [["k", "m", "passed", ""]]

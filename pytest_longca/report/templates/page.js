@@ -13,6 +13,7 @@ const TIMED = DATA.timed.map(([i, ...figures]) => {
   return { ...RECORDS[i], ...Object.fromEntries(over.map((name, j) => [name, figures[j]])) };
 });
 const CELLS = new Map(DATA.cells.map(([kernel, mask, kind]) => [kernel + "\n" + mask, kind]));
+const LACKS = new Map(DATA.cells.map(([kernel, mask, kind, lacks]) => [kernel + "\n" + mask, lacks]));
 const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c8c3a"]; // Okabe and Ito, told apart by the colour-blind
 const CIVIDIS = [[0, 32, 77], [49, 68, 107], [102, 105, 112], [149, 143, 120], [200, 184, 102], [255, 234, 70]];
 
@@ -163,7 +164,7 @@ function drawHeat() {
 function heatCell(kernel, mask, metric, values, most) {
   const key = kernel + "\n" + mask, kind = CELLS.get(key);
   if (kind === undefined) return make("td");
-  const value = values.get(key), hasValue = value !== undefined && ["passed", "forward_only", "forward_asked", "untimed"].includes(kind);
+  const value = values.get(key), hasValue = value !== undefined && ["passed", "forward_only", "forward_asked", "partial"].includes(kind);
   const button = make("button", { type: "button", title: `${kernel} on ${mask}` }, hasValue ? metric.text(value) : DATA.marks[kind].word);
   if (hasValue) button.style.cssText = heatColour(most ? value / most : 0);
   button.onclick = () => showDetail(kernel, mask);
@@ -178,7 +179,7 @@ function drawn(text) {
 
 function showDetail(kernel, mask) {
   const records = RECORDS.filter(r => r.kernel === kernel && r.mask === mask);
-  const reasons = unique(records.map(r => r.reason)).filter(Boolean);
+  const reasons = unique([LACKS.get(kernel + "\n" + mask), ...records.map(r => r.reason)]).filter(Boolean);
   const lines = reasons.map(reason => make("p", { class: "reason" }, reason));
   const replays = unique(records.filter(r => r.kind !== "passed").map(r => r.replay)).filter(Boolean).map(replay => make("p", {}, make("code", {}, replay)));
   const drawings = unique(records.map(r => r.drawing)).filter(Boolean).map(drawn);
