@@ -100,7 +100,10 @@ def earlier_records(path: str | None) -> list[Record]:
     """The records that a resumed run starts from; none where there is no such file yet. Raises InvalidArgument on a broken one."""
     if path is None or not Path(path).exists() or not Path(path).stat().st_size:
         return []
-    return read_records(path)
+    try:
+        return read_records(path)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"--longca-resume: {error}") from None
 
 
 def split(items: Sequence[pytest.Item], earlier: Iterable[Record]) -> tuple[list[pytest.Item], list[pytest.Item]]:

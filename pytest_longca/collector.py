@@ -9,6 +9,7 @@ import pytest
 
 from pytest_longca.launched import is_silent
 from pytest_longca.options import Options
+from pytest_longca.progress import Progress
 
 if TYPE_CHECKING:
     from pytest_longca.mask import Mask
@@ -36,6 +37,7 @@ class Collector:
         self._lines: list[str] = []
         self.earlier = list(earlier)
         self.records: list[Record] = []
+        self._progress = Progress(bool(options.selftest))
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Say first, and not after hours, that records will not be where they were wanted; the run goes on and is not green."""
@@ -49,16 +51,15 @@ class Collector:
                 reporter.write_line(self._writer.notice or "", yellow=True)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "teardown":
-            for name, value in report.user_properties:
-                if name == PROPERTY:
-                    self._keep(value)
+        kept: list[Any] = [value for name, value in report.user_properties if name == PROPERTY] if report.when == "teardown" else []
+        self._progress.add(report, kept)
+        for fields in kept:
+            self._keep(fields)
 
-    def _keep(self, fields: object) -> None:
+    def _keep(self, fields: dict[str, Any]) -> None:
         from pytest_longca.report.record import Record
         from pytest_longca.report.writer import Writer
 
-        assert isinstance(fields, dict)
         self.records.append(dataclasses.replace(Record(**fields), command=self._command))
         if self._path:
             self._writer = self._writer or Writer(self._path)
@@ -71,21 +72,25 @@ class Collector:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if not (self.records or self.earlier or self._options.baseline or self._options.preset_values.table):
+        found = self.records or self.earlier or self._progress.num_left
+        if session.config.option.collectonly or not (found or self._options.baseline or self._options.preset_values.table):
             return
         from pytest_longca.closing import close
 
         is_complete = session.exitstatus in RAN and not (session.shouldstop or session.shouldfail)
-        closing = close(self._all(), self._options, is_complete, self._masks(session.config))
+        closing = close(self._all(), self._options, is_complete, self._masks(session.config), self.records)
+        self._lines += self._progress.lines(self._options.resume is not None) if is_complete else []
         self._lines += closing.lines
         if session.exitstatus in RAN and session.exitstatus != pytest.ExitCode.TESTS_FAILED:
             is_elsewhere = self._writer is not None and self._writer.notice is not None
             session.exitstatus = self._exit_status(session.exitstatus, closing.exit_code or (ELSEWHERE if is_elsewhere else 0))
 
     def _exit_status(self, before: int | pytest.ExitCode, of_closing: int) -> int | pytest.ExitCode:
-        """Red if the gate or an earlier record is; green if a resumed run has nothing left to run; else as it was."""
+        """Red if the gate is, if nothing fitted into the budget, or an earlier record is; else green if a run was resumed, or as it was."""
         if of_closing:
             return of_closing
+        if self._progress.is_stuck:
+            return pytest.ExitCode.NO_TESTS_COLLECTED
         if any(record.kind in FAILED for record in self.earlier):
             return pytest.ExitCode.TESTS_FAILED
         return pytest.ExitCode.OK if self.earlier else before

@@ -96,13 +96,9 @@ def _collector(config: pytest.Config) -> Collector:
 
     try:
         check_paths(options)
-    except LongcaError as error:
-        raise pytest.UsageError(str(error)) from None
-    try:
-        earlier_records(options.baseline)
         return Collector(options, config.invocation_params.args, earlier_records(options.resume))
     except LongcaError as error:
-        pytest.exit(f"error: {error}", returncode=2)
+        raise pytest.UsageError(str(error)) from None
 
 
 @pytest.hookimpl(tryfirst=True)

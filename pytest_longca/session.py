@@ -132,9 +132,15 @@ class Session:
 
     @functools.cached_property
     def anchor(self) -> str | None:
-        """The kernel that others are timed in turns with. Raises InvalidArgument if there is none of that name."""
+        """The kernel that others are timed in turns with. Raises InvalidArgument if it is none, or alone in the gate."""
+        from pytest_longca.closing import check_anchor
+
         name = self.options.anchor
-        return _picked("anchor", "kernel", (name,), self.catalogue.kernel_names)[0] if name else None
+        if not name:
+            return None
+        (found,) = _picked("anchor", "kernel", (name,), self.catalogue.kernel_names)
+        check_anchor(self.options, self.kernels)
+        return found
 
     @functools.cached_property
     def processes(self) -> int:

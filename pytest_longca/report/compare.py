@@ -187,7 +187,8 @@ class Times:
         limits = self.limits
         if len(was) < limits.processes:
             needs = f"{limits.processes} processes of at least {limits.samples} samples"
-            return f"the baseline has {len(was)} usable processes{self._beside()}, and {needs} are needed: record it again"
+            usable = f"{len(was)} usable process{'' if len(was) == 1 else 'es'}"
+            return f"the baseline has {usable}{self._beside()}, and {needs} are needed: record it again"
         return None if now else f"no new process has {limits.samples} samples{self._beside()}: measure longer"
 
     def _beside(self) -> str:

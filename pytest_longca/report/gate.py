@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from pytest_longca.report.verdict import MEANING, REGRESSIONS, UNTOLD, Comparison, Finding, Row, Verdict, percent
+from pytest_longca.report.verdict import MEANING, REGRESSIONS, UNCOMPARED, UNTOLD, Comparison, Finding, Row, Verdict, counted, percent
 
 
 def render_comparison(comparison: Comparison) -> str:
@@ -48,10 +48,18 @@ def conclusion(comparison: Comparison) -> str:
         1: f"REGRESSED ({_names(verdict for verdict in failing if verdict in REGRESSIONS)})",
         2: f"NOT COMPARABLE ({_names(failing)})",
     }
-    partly = [{finding.verdict for finding in row.findings} & UNTOLD for row in comparison.rows]
+    return f"{text[comparison.exit_code]}: {_coverage(comparison)}"
+
+
+def _coverage(comparison: Comparison) -> str:
+    """How many cases were compared, and what became of the others."""
+    others = Counter(row.verdict for row in comparison.rows if row.verdict in UNCOMPARED)
+    compared = [row for row in comparison.rows if row.verdict not in UNCOMPARED]
+    partly = [{finding.verdict for finding in row.findings} & UNTOLD for row in compared]
     why = _names(verdict for verdict in Verdict if any(verdict in found for found in partly))
     in_part = f", {sum(map(bool, partly))} of them not in full ({why})" if why else ""
-    return f"{text[comparison.exit_code]}: {len(comparison.rows)} cases compared{in_part}"
+    rest = ", ".join(f"{others[verdict]} {verdict}" for verdict in Verdict if others[verdict])
+    return f"{counted(len(compared), 'case')} compared{in_part}" + (f"; {rest}" if rest else "")
 
 
 def _nothing_gated(comparison: Comparison) -> str:

@@ -18,7 +18,8 @@ def read_records(path: str | Path) -> list[Record]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"{path}: cannot be read ({error}); name a file that --longca-json wrote") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InvalidArgument(f"{path}: cannot be read ({why}); name a file that --longca-json wrote") from None
     records = [_record(path, number, line, last=number == len(lines)) for number, line in enumerate(lines, 1) if line.strip()]
     if not records:
         raise InvalidArgument(f"{path}: holds no records; name a file that --longca-json wrote")

@@ -47,6 +47,18 @@ ALLOWED = frozenset({Verdict.OK, Verdict.TOO_NOISY})
 UNTOLD = frozenset({Verdict.NOT_COMPARABLE, Verdict.THROTTLED, Verdict.TOO_NOISY})
 """Verdicts that say that a quantity could not be judged: neither worse nor as good."""
 
+UNCOMPARED = frozenset({Verdict.MISSING, Verdict.NEW_SKIP, Verdict.NOT_COMPARABLE, Verdict.THROTTLED, Verdict.ADDED})
+"""Verdicts of cases that were not compared: one side has no result, or the two do not suffice."""
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "case"), counted(0, "case")
+    ('1 case', '0 cases')
+    """
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
 
 def percent(limit: float) -> str:
     """A limit as it is written in options.

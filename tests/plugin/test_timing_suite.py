@@ -94,14 +94,17 @@ def test_a_run_in_slices_loses_nothing_and_ends_green(timed: Run) -> None:
     args = ("--longca-kernels=naive,sdpa", "--longca-resume=records.jsonl")
     first = timed(*args, "--longca-budget=0.001s")
     first.assert_outcomes(skipped=2)
-    assert first.ret == 0
+    assert first.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    first.stdout.fnmatch_lines(["budget: nothing finished, 2 items are left: give it more time"])
     assert [record["outcome"]["is_postponed"] for record in records()] == [True, True]
     second = timed(*args, "--longca-budget=5m")
     second.assert_outcomes(passed=2)
+    assert second.ret == 0
     second.stdout.no_fnmatch_line("*outside --longca-budget*")
+    second.stdout.fnmatch_lines(["resume: nothing is left to run"])
     third = timed(*args, "--longca-md=summary.md")
     assert third.ret == 0
-    third.stdout.fnmatch_lines(["fastest verified kernel:", "*deselected*"])
+    third.stdout.fnmatch_lines(["fastest verified kernel:", "resume: nothing is left to run", "*deselected*"])
     assert "Fastest verified kernel" in Path("summary.md").read_text()
     assert len(records()) == 4
 
@@ -109,7 +112,8 @@ def test_a_run_in_slices_loses_nothing_and_ends_green(timed: Run) -> None:
 @pytest.mark.parametrize("what", [("--longca-kernels=naive", "--longca-masks=causal"), ("--longca-selftest",)], ids=["suite", "selftest"])
 def test_a_budget_that_is_over_skips_what_is_about_no_cell_too(run: Run, what: tuple[str, ...]) -> None:
     result = run(*what, "--longca-budget=0.001s", "--longca-json=records.jsonl")
-    assert result.ret == 0 and set(result.parseoutcomes()) <= {"skipped", "warnings"}
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED and set(result.parseoutcomes()) <= {"skipped", "warnings"}
+    result.stdout.fnmatch_lines(["budget: nothing finished, * items are left: give it more time"])
     kept = records() if Path("records.jsonl").exists() else []
     assert all(record["kernel"] and record["mask"] for record in kept)
 
@@ -120,6 +124,21 @@ def test_what_failed_before_keeps_a_resumed_run_red(timed: Run) -> None:
     result = timed("--longca-kernels=naive", "--longca-resume=old.jsonl")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["naive: wrong: dk*"])
+
+
+def test_a_slice_in_which_nothing_fitted_tells_that_first_even_where_something_failed_before(timed: Run) -> None:
+    write_records("old.jsonl", [Record(stage="timing", kernel="naive", mask="causal", case="c", outcome=Wrong("dk").to_json())])
+    result = timed("--longca-kernels=naive", "--longca-resume=old.jsonl", "--longca-budget=0.001s")
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    result.stdout.fnmatch_lines(["budget: nothing finished, 1 item is left: give it more time"])
+
+
+def test_what_is_about_no_cell_leaves_nothing_for_a_next_slice(run: Run) -> None:
+    whole = ("--longca-preset=smoke", "--longca-masks=causal", "--longca-kernels=naive", "--longca-seqlens=32", "--longca-passes=fwd")
+    assert run(*whole, "--longca-resume=records.jsonl").ret == 0
+    result = run(*whole, "--longca-resume=records.jsonl", "--longca-budget=0.001s")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["resume: nothing is left to run"])
 
 
 def test_beside_other_xdist_workers_times_are_told_to_be_rough(pytester: pytest.Pytester) -> None:

@@ -58,7 +58,7 @@ def test_what_cannot_be_compared_is_not_green_and_leaves_the_baseline_alone(base
     ("records", "is_complete", "says"),
     [
         (run(5), False, "the run was cut short"),
-        ([*run(5), *run(1, case="d", outcome=NotVerified("no time", is_postponed=True))], True, "1 items were outside the budget"),
+        ([*run(5), *run(1, case="d", outcome=NotVerified("no time", is_postponed=True))], True, "1 item was outside the budget"),
     ],
 )
 def test_an_incomplete_run_makes_no_baseline(tmp_path: Path, records: list[Record], is_complete: bool, says: str) -> None:
@@ -80,6 +80,37 @@ def test_a_page_that_cannot_be_written_is_told_and_is_not_green(tmp_path: Path) 
 def test_a_folder_that_does_not_exist_is_found_before_anything_runs(name: str) -> None:
     with pytest.raises(InvalidArgument, match=f"--longca-{name}: the folder of /no/such/file does not exist"):
         check_paths(options(**{name: "/no/such/file"}))
+
+
+@pytest.mark.parametrize("name", ["json", "resume", "html", "md"])
+def test_a_file_that_the_run_writes_is_not_its_baseline(baseline: str, tmp_path: Path, name: str) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    hard = tmp_path / "hard.jsonl"
+    hard.hardlink_to(baseline)
+    for other in (baseline, str(link / "baseline.jsonl"), str(hard)):
+        with pytest.raises(InvalidArgument, match=f"--longca-{name}: {other} is the baseline, which is only read"):
+            check_paths(options(baseline=baseline, **{name: other}))
+    with pytest.raises(InvalidArgument, match="is the baseline"):
+        check_paths(options(baseline=str(tmp_path / "first.jsonl"), **{name: str(link / "first.jsonl")}))
+    check_paths(options(baseline=baseline, **{name: str(tmp_path / "another")}))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "baseline.jsonl: holds no records"),
+        (b'{"schema": 1, "kern', "baseline.jsonl, line 1: not a record"),
+        (b"\xff", "baseline.jsonl: cannot be read"),
+        (None, r"baseline.jsonl: cannot be read \(Is a directory\); name a file"),
+    ],
+    ids=["empty", "truncated", "no text", "folder"],
+)
+def test_a_baseline_that_is_none_is_found_before_anything_runs(tmp_path: Path, content: bytes | None, says: str) -> None:
+    path = tmp_path / "baseline.jsonl"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(InvalidArgument, match=f"^--longca-baseline: .*{says}"):
+        check_paths(options(baseline=str(path)))
 
 
 def test_a_file_of_records_forgets_postponed_items_that_were_run_later(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pytest_longca.errors import InvalidArgument
 from pytest_longca.outcome import Crashed, KnownWrong, OutOfMemory, Passed, TimedOut, Unsupported, Wrong
 from pytest_longca.report.compare import compare, relative_change, spread, two_looks
-from pytest_longca.report.gate import conclusion
+from pytest_longca.report.gate import conclusion, render_comparison
 from pytest_longca.report.record import Record
 from pytest_longca.report.verdict import MEANING, Comparison, Limits, Verdict
 
@@ -164,8 +164,18 @@ def test_cases_missing_from_either_side_have_verdicts_and_flags() -> None:
     assert {row.key.case: row.verdict for row in result.rows}["new/fwd"] is Verdict.ADDED
     assert result.exit_code == 1
     assert compare(both, [*both, *added]).exit_code == 2
+    assert conclusion(result) == "REGRESSED (missing): 1 case compared; 1 missing, 1 added"
     allow = frozenset({Verdict.MISSING, Verdict.ADDED})
     assert compare([*both, *gone], [*both, *added], allow=allow).exit_code == 0
+
+
+def test_cases_that_could_not_be_compared_are_not_counted_as_compared() -> None:
+    gone = [record for number in range(3) for record in run(case=f"gone{number}/fwd")]
+    result = compare([*run(), *run(case="short/fwd"), *gone], [*run(1), *run(2, case="short/fwd", samples=10)], Limits(memory=None))
+    assert conclusion(result) == "REGRESSED (missing): 1 case compared; 3 missing, 1 not-comparable"
+    nothing = compare([*run(), *gone], run(2, samples=10))
+    assert conclusion(nothing) == "REGRESSED (missing): 0 cases compared; 3 missing, 1 not-comparable"
+    assert render_comparison(nothing).endswith(conclusion(nothing))
 
 
 @pytest.mark.parametrize(

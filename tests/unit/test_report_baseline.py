@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from pytest_longca.errors import InvalidArgument
-from pytest_longca.outcome import Passed
-from pytest_longca.report.baseline import gate
+from pytest_longca.outcome import NotVerified, Passed
+from pytest_longca.report.baseline import gate, read_baseline
 from pytest_longca.report.record import Record
-from pytest_longca.report.store import read_records
+from pytest_longca.report.store import read_records, write_records
 from pytest_longca.report.verdict import Limits
 
 
@@ -23,7 +23,7 @@ def run(processes: int, ms: float = 1.0, samples: int = 30) -> list[Record]:
 def test_first_run_writes_the_baseline_and_says_so(tmp_path: Path) -> None:
     first = gate(tmp_path / "baseline.jsonl", run(5))
     assert (first.exit_code, first.comparison) == (0, None)
-    assert first.text.endswith("yet, so these 5 records are it now")
+    assert first.text.endswith("yet, so its 5 records are it now")
     assert read_records(tmp_path / "baseline.jsonl") == run(5)
 
 
@@ -57,15 +57,14 @@ def test_first_run_looks_at_the_ratios_where_there_is_an_anchor(tmp_path: Path) 
     assert "cannot gate" in gate(tmp_path / "absolute.jsonl", records).text
 
 
-def test_first_run_with_nothing_but_the_anchor_timed_says_that_nothing_is_gated(tmp_path: Path) -> None:
-    text = gate(tmp_path / "baseline.jsonl", run(5), anchor="k").text
+def test_first_run_with_nothing_but_the_anchor_timed_makes_no_baseline(tmp_path: Path) -> None:
     reason = "the anchor k is the only kernel that was timed, so no time could be gated: name another anchor, or none"
-    assert text.splitlines()[1:] == [f"NOTHING GATED: {reason}"]
     with pytest.raises(InvalidArgument, match=reason):
-        gate(tmp_path / "baseline.jsonl", run(2), anchor="k")
+        gate(tmp_path / "baseline.jsonl", run(5), anchor="k")
+    assert not (tmp_path / "baseline.jsonl").exists()
     beside = [*run(5), *(replace(record, kernel="other") for record in run(5))]
-    assert "NOTHING GATED" not in gate(tmp_path / "beside.jsonl", beside, anchor="k").text
-    assert "NOTHING GATED" not in gate(tmp_path / "off.jsonl", run(5), Limits(slower=None), anchor="k").text
+    assert gate(tmp_path / "beside.jsonl", beside, anchor="k").exit_code == 0
+    assert gate(tmp_path / "off.jsonl", run(5), Limits(slower=None), anchor="k").exit_code == 0
 
 
 def test_later_runs_are_compared_and_leave_the_baseline_alone(tmp_path: Path) -> None:
@@ -77,6 +76,34 @@ def test_later_runs_are_compared_and_leave_the_baseline_alone(tmp_path: Path) ->
     assert slower.exit_code == 1
     assert "! slower (time): k c timing: +10.0% where 5% must be caught" in slower.text
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "own",
+    [[], [replace(run(1)[0], outcome=NotVerified("no time", is_postponed=True).to_json())], [replace(run(1)[0], case="added")]],
+    ids=["all resumed", "postponed", "another case"],
+)
+def test_a_run_that_judged_no_case_of_the_baseline_itself_is_not_compared(own: list[Record], tmp_path: Path) -> None:
+    path = tmp_path / "baseline.jsonl"
+    gate(path, run(5))
+    with pytest.raises(InvalidArgument, match="this run itself judged none of the baseline's cases"):
+        gate(path, [*run(2), *own], own=own)
+    assert gate(path, run(2), own=run(2)[1:]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([*run(5), replace(run(1)[0], device="NVIDIA H100")], "the baseline mixes records of several devices"),
+        ([replace(record, kernel="a") for record in run(5)], "the anchor a is the only kernel that was timed"),
+    ],
+)
+def test_a_baseline_that_cannot_gate_whatever_the_run_finds_is_told_when_it_is_read(
+    records: list[Record], message: str, tmp_path: Path
+) -> None:
+    write_records(tmp_path / "baseline.jsonl", records)
+    with pytest.raises(InvalidArgument, match=message):
+        read_baseline(tmp_path / "baseline.jsonl", Limits(), "a")
 
 
 def test_a_broken_baseline_is_an_error_and_is_not_replaced(tmp_path: Path) -> None:

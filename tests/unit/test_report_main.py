@@ -65,7 +65,7 @@ def new(tmp_path: Path, rate: float) -> str:
 
 def test_compare_ends_with_0_where_nothing_became_worse(baseline: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", baseline, new(tmp_path, 400.0)]) == 0
-    assert "no regression: 1 cases compared" in capsys.readouterr().out
+    assert "no regression: 1 case compared" in capsys.readouterr().out
 
 
 def test_compare_says_how_many_cases_were_too_noisy_to_judge(baseline: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +73,7 @@ def test_compare_says_how_many_cases_were_too_noisy_to_judge(baseline: str, tmp_
     assert main(["compare", baseline, noisy]) == 2
     assert "NOTHING GATED: 0 of 1 timings (too-noisy): give a limit" in capsys.readouterr().out
     assert main(["compare", baseline, noisy, "--allow", "too-noisy"]) == 0
-    assert "no regression: 1 cases compared, 1 of them not in full (too-noisy)" in capsys.readouterr().out
+    assert "no regression: 1 case compared, 1 of them not in full (too-noisy)" in capsys.readouterr().out
 
 
 def test_a_reader_that_stops_reading_leaves_no_traceback(baseline: str) -> None:
@@ -88,7 +88,7 @@ def test_compare_ends_with_1_and_says_what_became_slower(baseline: str, tmp_path
     out = capsys.readouterr().out
     assert "! slower (time): flex causal_document(" in out
     assert "+33.3% where 5% must be caught" in out
-    assert out.rstrip().endswith("REGRESSED (slower): 1 cases compared")
+    assert out.rstrip().endswith("REGRESSED (slower): 1 case compared")
 
 
 def test_compare_takes_limits_and_policy(baseline: str, tmp_path: Path) -> None:

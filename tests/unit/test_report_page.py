@@ -162,7 +162,7 @@ def test_markdown_has_the_matrix_the_reasons_and_the_fastest() -> None:
 def test_markdown_shows_the_gate_first() -> None:
     old, new = [timing(process=f"p{number}") for number in range(5)], [timing(ms=3.0, process=f"q{number}") for number in range(2)]
     text = markdown(new, compare(old, new))
-    assert text.index("## Gate: REGRESSED (slower): 1 cases compared") < text.index("| mask |")
+    assert text.index("## Gate: REGRESSED (slower): 1 case compared") < text.index("| mask |")
     assert "\n\nlimits: slower 5%, memory 5%, error 25%; times are absolute, without an anchor\n\n|" in text
     assert "ratios to an\\_anchor in the same run" in markdown(new, compare(old, new, anchor="an_anchor"))
     assert re.search(r"\| slower \| time \| `flex causal.*` \| \+50.0% where 5% must be caught \|", text)
