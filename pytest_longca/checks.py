@@ -60,7 +60,8 @@ assert CHECKS.keys() == CHECK_INFO.keys(), "every check has its description, and
 class Verification:
     """What became of a kernel on a case: outcome, everything found wrong, each tensor's worst error over its limit, and facts.
 
-    Not frozen: whoever repeats a case learns whether its failure repeats, and says so in the outcome.
+    `after`, the kernels that its process had run before, is known to whoever has the process, and does not travel. Not frozen: whoever
+    repeats a case learns whether its failure repeats, and says so in the outcome.
     """
 
     outcome: Outcome
@@ -68,6 +69,7 @@ class Verification:
     worst: dict[str, float] = field(default_factory=dict)
     checks: tuple[str, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
+    after: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; infinities stay floats (Record writes them as strings)."""

@@ -3,6 +3,7 @@
 import functools
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, assert_never
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, assert_never
 import pytest
 
 from pytest_longca import __version__
+from pytest_longca.blame import Found, accused, fair, known
 from pytest_longca.budget import stage_of
 from pytest_longca.checknames import select_checks
 from pytest_longca.collector import PROPERTY
@@ -72,10 +74,16 @@ class Findings:
 
 
 def run_probes(item: pytest.Item, session: "Session", kernel: str, mask: str) -> None:
-    """Judge the exact probes of a cell; the first case that is not right ends it, unless its failure is known or it is refused."""
+    """Judge the exact probes of a cell."""
+    checks = select_checks(session.options.checks, "probes")
+    end_cell(item, session, "probes", kernel, mask, fair(item, session, kernel, checks, lambda: _probed(session, kernel, mask, checks)))
+
+
+def _probed(session: "Session", kernel: str, mask: str, checks: Sequence[str]) -> Found:
+    """The first case that is not right decides, unless its failure is known or it is refused."""
     from pytest_longca.strategies import probe_cases
 
-    findings, checks = Findings(), select_checks(session.options.checks, "probes")
+    findings = Findings()
     excused: tuple[Case, Verification] | None = None
     for case in probe_cases(session.catalogue.mask(mask), session.catalogue.kernel(kernel), session.machine):
         verification = session.verify(kernel, case, checks)
@@ -83,10 +91,8 @@ def run_probes(item: pytest.Item, session: "Session", kernel: str, mask: str) ->
         if isinstance(known(session, kernel, case, verification.outcome), KnownWrong):
             excused = excused or (case, verification)
         elif not isinstance(verification.outcome, Passed | Unsupported):
-            finish(item, session, "probes", kernel, case, verification, findings)
-    if excused:
-        finish(item, session, "probes", kernel, *excused, findings)
-    finish_cell(item, session, "probes", kernel, mask, findings)
+            return Found((case, verification), findings)
+    return Found(excused, findings)
 
 
 def run_known_failure(item: pytest.Item, session: "Session", kernel: str, entry: "Entry | None") -> None:
@@ -97,8 +103,11 @@ def run_known_failure(item: pytest.Item, session: "Session", kernel: str, entry:
     if entry is None:
         pytest.skip("no known failure is about a kernel of this run")
     case = parse_case(entry.case, session.catalogue.masks())
-    verification = session.verify(kernel, case, select_checks(session.options.checks))
+    checks = select_checks(session.options.checks)
+    verification = session.verify(kernel, case, checks)
     reason = stale(entry, verification.outcome)
+    if reason and verification.after:  # perhaps the doing of what ran before in the same process
+        reason = stale(entry, session.verify_anew(kernel, case, checks).outcome)
     outcome = Wrong(reason) if reason else KnownWrong(entry.why, entry.name)
     keep(item, Record(stage="case", kernel=kernel, mask=case.mask.name, case=case.id, outcome=outcome.to_json(), reason=str(outcome)))
     conclude(outcome, reason or "")
@@ -106,22 +115,27 @@ def run_known_failure(item: pytest.Item, session: "Session", kernel: str, entry:
 
 def run_case(item: pytest.Item, session: "Session", kernel: str, case: "Case") -> None:
     """Replay one case with every check that was asked for."""
-    findings = Findings()
-    verification = session.verify(kernel, case, select_checks(session.options.checks))
-    findings.add(case, verification)
-    finish(item, session, "case", kernel, *accused(session, kernel, case, verification), findings)
+    found = judged_case(item, session, kernel, case, select_checks(session.options.checks))
+    assert found.decisive
+    finish(item, session, "case", kernel, *found.decisive, found.findings)
 
 
-def accused(session: "Session", kernel: str, case: "Case", verification: "Verification") -> "tuple[Case, Verification]":
-    """The case that is wrong: a neighbour that was wrong beside the judged one, if the truth is against it in a new process too."""
-    from pytest_longca.ids import parse_case
+def judged_case(item: pytest.Item, session: "Session", kernel: str, case: "Case", checks: Sequence[str]) -> Found:
+    """What becomes of one case, which decides whatever its outcome."""
 
-    neighbour = verification.findings[0].neighbour if verification.findings else None
-    if neighbour is None:
-        return case, verification
-    other = parse_case(neighbour, session.catalogue.masks())
-    alone = session.verify_anew(kernel, other, ("truth",))
-    return (other, alone) if isinstance(alone.outcome, Wrong) else (case, verification)
+    def judge() -> Found:
+        findings, verification = Findings(), session.verify(kernel, case, checks)
+        findings.add(case, verification)
+        return Found(accused(session, kernel, case, verification), findings)
+
+    return fair(item, session, kernel, checks, judge)
+
+
+def end_cell(item: pytest.Item, session: "Session", stage: str, kernel: str, mask: str, found: Found) -> None:
+    """Record a cell, and end its test."""
+    if found.decisive:
+        finish(item, session, stage, kernel, *found.decisive, found.findings)
+    finish_cell(item, session, stage, kernel, mask, found.findings)
 
 
 def finish_cell(item: pytest.Item, session: "Session", stage: str, kernel: str, mask: str, findings: Findings) -> None:
@@ -172,16 +186,6 @@ def _standalone(session: "Session", kernel: str, case: "Case", verification: "Ve
     except LongcaError as error:
         return f"standalone: {error}"
     return f"standalone: {path}" + (f" (lacks the call of {kernel}, which its `snippet` would give)" if is_without_call(path) else "")
-
-
-def known(session: "Session", kernel: str, case: "Case", outcome: Outcome) -> Outcome:
-    """The outcome, or KnownWrong where the known-failures file describes it."""
-    if not isinstance(outcome, Wrong | Crashed):
-        return outcome
-    from pytest_longca.known_failures import find
-
-    entry = find(session.catalogue.kernel(kernel), case, session.machine, outcome)
-    return KnownWrong(outcome.reason, entry.name) if entry else outcome
 
 
 def conclude(outcome: Outcome, message: str) -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import FlakyFailure
 
+from pytest_longca.blame import Found, accused, fair, known
 from pytest_longca.checknames import select_checks
-from pytest_longca.conformance import Findings, accused, finish, finish_cell, known
+from pytest_longca.conformance import Findings, end_cell
 from pytest_longca.errors import CheckFailed
 from pytest_longca.outcome import Crashed, KnownWrong, Passed, TimedOut, Unsupported, Wrong
 
@@ -110,6 +111,12 @@ def _test(session: "Session", kernel: str, mask: str, example: "Callable[[Case],
 
 def run_examples(item: pytest.Item, session: "Session", kernel: str, mask: str) -> None:
     """Search a cell for a failing case. What fails is shrunk; what does not repeat is reported as such."""
+    checks = select_checks(session.options.checks, "examples")
+    end_cell(item, session, "examples", kernel, mask, fair(item, session, kernel, checks, lambda: _searched(session, kernel, mask)))
+
+
+def _searched(session: "Session", kernel: str, mask: str) -> Found:
+    """The smallest failing case that was found decides, else one whose failure is known."""
     search = Search(session, kernel)
     try:
         _test(session, kernel, mask, search.example)()
@@ -119,12 +126,8 @@ def run_examples(item: pytest.Item, session: "Session", kernel: str, mask: str) 
         search.failed = case, dataclasses.replace(verification, outcome=Wrong(str(verification.outcome), reproducible=False))
     except CheckFailed:
         assert search.failed
-    # Outside of the handlers, so that the report is not chained to Hypothesis' own exception.
-    if search.failed:
-        finish(item, session, "examples", kernel, *search.failed, search.findings)
-    if search.excused:
-        finish(item, session, "examples", kernel, *search.excused, search.findings)
-    finish_cell(item, session, "examples", kernel, mask, search.findings)
+    # Outside of the handlers: whoever ends the test would else chain its report to Hypothesis' own exception.
+    return Found(search.failed or search.excused, search.findings)
 
 
 def _signature(verification: "Verification") -> str:

@@ -63,7 +63,7 @@ def hunt(fault: Fault, machine: Machine = CPU, examples: int = EXAMPLES, with_pr
 
 
 def _accused(fault: Fault, machine: Machine, case: Case, verification: Verification) -> tuple[Case, Verification]:
-    """As `conformance.accused`: a kernel that is planted anew has kept nothing, as a new process has not."""
+    """As `blame.accused`: a kernel that is planted anew has kept nothing, as a new process has not."""
     from pytest_longca.kernels.naive import Naive
 
     neighbour = verification.findings[0].neighbour if verification.findings else None

@@ -250,10 +250,13 @@ class Session:
         from pytest_longca.checks import Verification
 
         request = {"op": "verify", "kernel": kernel, "case": case.id, "checks": list(checks)}
+        after = self.executor(kernel).ran
         try:
-            return Verification.from_json(self.call(kernel, request, case))
+            verification = Verification.from_json(self.call(kernel, request, case))
         except DidNotRun as stopped:
-            return Verification(outcome=stopped.outcome)
+            verification = Verification(outcome=stopped.outcome)
+        verification.after = after
+        return verification
 
     def verified_outcome(self, kernel: str, case: "Case") -> Outcome:
         """What the truth says of a kernel on a case, asked once a session: for an anchor, which many cases are timed beside."""

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_longca.blame import known
 from pytest_longca.cells import timing_refusal
-from pytest_longca.conformance import Findings, commit, conclude, failure_of, finish, keep, known, replay_line, versions
+from pytest_longca.conformance import Findings, commit, conclude, failure_of, finish, judged_case, keep, replay_line, versions
 from pytest_longca.errors import DidNotRun
 from pytest_longca.ids import parse_case
 from pytest_longca.outcome import NotVerified, Outcome, Passed, outcome_from_json
@@ -35,8 +36,9 @@ def run_timing(item: pytest.Item, session: "Session", benchmark: Any, kernel: st
         untimed = NotVerified(f"not timed: verification failed on the mask ({kind})")
         _leave_untimed(item, session, benchmark, kernel, case, untimed, replay_of_failure)
     began, before = time.monotonic(), dict(session.spent)
-    verification, findings = session.verify(kernel, case, ("truth",)), Findings()
-    findings.add(case, verification)
+    found = judged_case(item, session, kernel, case, ("truth",))
+    assert found.decisive
+    (_, verification), findings = found.decisive, found.findings
     if not isinstance(verification.outcome, Passed) or _is_disabled(item.config):
         decline(benchmark)
         finish(item, session, "timing", kernel, case, verification, findings)

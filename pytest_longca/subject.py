@@ -34,7 +34,7 @@ class Finding:
     """One thing that a check found wrong: in which tensor, where, how much over the limit (None for an exact check), in words.
 
     `neighbour` is the id of the case that it is about where that is another than the judged one, and is wrong when it runs alone, too.
-    In a process that ran others before, alone does not say whose fault it is: `conformance.accused` asks a new one.
+    In a process that ran others before, alone does not say whose fault it is: `blame.accused` asks a new one.
     """
 
     check: str

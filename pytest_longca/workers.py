@@ -32,11 +32,19 @@ def patience_s(usual: float, compiles: bool, flop: int, device: str) -> float:
 class Executor(Protocol):
     """What runs requests: a worker process, or this process."""
 
+    ran: tuple[str, ...]
+    """The kernels that the process has run, in order; none in a new one."""
+
     def call(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """The answer. Raises DidNotRun(Crashed | TimedOut) if there was none."""
 
     def close(self) -> None:
         """End whatever process there is."""
+
+
+def _with_kernels(ran: tuple[str, ...], request: dict[str, Any]) -> tuple[str, ...]:
+    """What a process has run once it was sent the request."""
+    return tuple(dict.fromkeys([*ran, *(name for key in ("kernel", "anchor") if (name := request.get(key)))]))
 
 
 class InProcess:
@@ -48,8 +56,10 @@ class InProcess:
 
         choose_triton_mode()
         self._workshop = Workshop(catalogue_of(pluginmanager))
+        self.ran: tuple[str, ...] = ()
 
     def call(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        self.ran = _with_kernels(self.ran, request)
         return self._workshop.perform(request)
 
     def close(self) -> None:
@@ -64,6 +74,7 @@ class Worker:
         self._process: Any = None
         self._connection: Connection | None = None
         self._stderr: Path | None = None
+        self.ran: tuple[str, ...] = ()
 
     @property
     def pid(self) -> int | None:
@@ -73,6 +84,7 @@ class Worker:
     def call(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """The worker's answer. Raises DidNotRun if it died or took longer than `timeout_s`; the next call starts a new one."""
         connection = self._started()
+        self.ran = _with_kernels(self.ran, request)
         try:
             connection.send_bytes(json.dumps(request).encode())
         except OSError:
@@ -94,6 +106,7 @@ class Worker:
         if self._stderr:
             self._stderr.unlink(missing_ok=True)
         self._process = self._connection = self._stderr = None
+        self.ran = ()
 
     def kill(self) -> None:
         """Kill the process of a call that another thread waits for: the call raises as if the worker had died, and closes what it opened.
@@ -107,7 +120,7 @@ class Worker:
         ready = wait([connection, self._process.sentinel], timeout_s)
         if not ready:
             self.close()
-            raise DidNotRun(TimedOut(f"no answer within {timeout_s:g} s; the worker was killed"))
+            raise DidNotRun(TimedOut(f"no answer within {round(timeout_s, 1):g} s; the worker was killed"))
         try:
             if connection not in ready and not connection.poll():
                 raise EOFError

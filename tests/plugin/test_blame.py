@@ -1,0 +1,131 @@
+"""Whose fault a failure is: no kernel is accused of what another one, or an earlier case, left behind in its process."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.plugin.conftest import Run
+
+KERNELS = '''
+import os
+
+import torch
+
+from pytest_longca.kernels.naive import Naive
+
+SOFTMAX = torch.Tensor.softmax
+
+
+class Patching(Naive):
+    """Right while it runs; what it leaves behind is not."""
+
+    name = "a_patch"
+
+    def bind(self, case, inputs):
+        torch.Tensor.softmax = SOFTMAX
+        call = super().bind(case, inputs)
+        function = call.function
+
+        def attend(q, k, v):
+            torch.Tensor.softmax = SOFTMAX
+            answer = function(q, k, v)
+            torch.Tensor.softmax = lambda self, *args, **more: SOFTMAX(self, *args, **more) * 1.001
+            return answer
+
+        call.function = attend
+        return call
+
+
+class Wearing(Naive):
+    """Wrong with 16 queries, once it had 12."""
+
+    name = "wearing"
+    seen = set()
+
+    def bind(self, case, inputs):
+        self.seen.add(case.seqlen_q)
+        call = super().bind(case, inputs)
+        function = call.function
+        factor = 1.001 if case.seqlen_q == 16 and 12 in self.seen else 1.0
+        call.function = lambda q, k, v: (function(q, k, v)[0] * factor, function(q, k, v)[1])
+        return call
+
+
+class Wrong(Naive):
+    name = "wrong"
+
+    def bind(self, case, inputs):
+        with open(os.environ["LONGCA_PIDS"], "a") as file:
+            print(os.getpid(), file=file)
+        call = super().bind(case, inputs)
+        function = call.function
+        call.function = lambda q, k, v: (function(q, k, v)[0] * 1.001, None)
+        return call
+
+
+def pytest_longca_kernels():
+    return [Patching(), Wearing(), Wrong()]
+'''
+CASE = "causal(seqlen_q=20,seqlen_kv=20)/b1/h2:2/d64/fp32/fwd_bwd/s2"
+LEFT = "a_patch ran before in the same process"
+
+
+@pytest.fixture(autouse=True)
+def kernels(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytester.makeconftest(KERNELS)
+    monkeypatch.setattr(torch.Tensor, "softmax", torch.Tensor.softmax)  # which one of them replaces, once in this process
+    monkeypatch.setenv("LONGCA_PIDS", str(pytester.path / "pids"))
+
+
+@pytest.mark.parametrize("stage", ["examples", "probes"])
+def test_what_another_kernel_left_behind_is_not_blamed_on_the_next(judge: Run, stage: str) -> None:
+    result = judge("--longca-kernels=a_patch,naive", "-k", stage, "--longca-json=records.jsonl")
+    result.assert_outcomes(passed=2, warnings=1)
+    warning = " ".join(result.stdout.str().split())
+    assert "naive is right on causal in a process of its own" in warning and LEFT in warning and "--longca-isolate=kernel" in warning
+    records = {record["kernel"]: record for record in map(json.loads, Path("records.jsonl").read_text().splitlines())}
+    assert records["naive"]["outcome"]["kind"] == "passed" and records["naive"]["num_examples"] > 0
+    assert records["naive"]["facts"]["judged again"].startswith("wrong: ")
+
+
+def test_nor_on_a_replayed_case(judge: Run) -> None:
+    result = judge("--longca-kernels=a_patch,naive", f"--longca-case={CASE}")
+    result.assert_outcomes(passed=2, warnings=1)
+
+
+def test_nor_before_a_timing(run: Run) -> None:
+    result = run("--longca-kernels=a_patch,naive", "--longca-masks=causal", "--longca-preset=smoke", "-k", "timing")
+    assert "failed" not in result.parseoutcomes() and result.parseoutcomes()["warnings"] == 2
+
+
+def test_a_kernel_of_its_own_process_needs_no_second_look(judge: Run) -> None:
+    result = judge("--longca-kernels=a_patch,naive", "-k", "examples", "--longca-isolate=kernel")
+    result.assert_outcomes(passed=2)
+
+
+def test_a_wrong_kernel_stays_wrong_after_another_one(judge: Run) -> None:
+    result = judge("--longca-kernels=a_patch,wrong", "-k", "examples")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["wrong is wrong: *", "replay: pytest --longca-kernels=wrong *"])
+    assert "process of its own" not in result.stdout.str()
+    assert len(set(Path("pids").read_text().split())) == 2
+
+
+def test_a_case_that_is_wrong_in_a_new_process_is_not_judged_twice(judge: Run) -> None:
+    judge("--longca-kernels=wrong", f"--longca-case={CASE}").assert_outcomes(failed=1)
+    assert len(set(Path("pids").read_text().split())) == 1
+
+
+def test_what_only_earlier_cases_of_the_same_kernel_spoil_stays_a_failure_and_says_so(judge: Run) -> None:
+    result = judge("--longca-kernels=wearing", "-k", "probes")
+    result.assert_outcomes(failed=1)
+    hint = "right in a process of its own, but after other cases of wearing (*--longca-isolate=case*)"
+    result.stdout.fnmatch_lines([f"wearing is wrong (not reproducible): {hint}: *"])
+
+
+def test_without_other_processes_the_message_names_what_ran_before(judge: Run) -> None:
+    result = judge("--longca-kernels=a_patch,naive", "-k", "examples", "--longca-isolate=off")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines([f"naive is wrong: {LEFT} (*--longca-isolate=kernel*): *"])
