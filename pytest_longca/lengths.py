@@ -33,6 +33,8 @@ class Lengths(tuple[int, ...]):
 def checked_count(field: str, value: object, minimum: int = 0) -> int:
     """`value` as an int. Raises InvalidArgument unless it is one, at least `minimum` and at most MAX_SEQLEN."""
     try:
+        if isinstance(value, bool):  # an int to Python, and no count to anybody who wrote it
+            raise TypeError
         count = operator.index(value)  # type: ignore[arg-type]  # what is no integer is what this finds out
     except TypeError:
         raise InvalidArgument(f"{field} is {value!r}: it must be an integer") from None

@@ -233,7 +233,10 @@ def _histogram(name: str, rows: list[Any]) -> Histogram:
 
 
 def _row(name: str, i: int, row: Any) -> tuple[int, int, float]:
+    is_of_numbers = isinstance(row, list) and not any(isinstance(value, bool) for value in row)
     match row:
-        case [int(low), int(high), int(probability) | float(probability)] if 0 <= low < high and 0 <= probability < float("inf"):
+        case [int(low), int(high), int(probability) | float(probability)] if (
+            is_of_numbers and 0 <= low < high and 0 <= probability < float("inf")
+        ):
             return low, high, float(probability)
     raise InvalidArgument(f"histogram {name}, row {i} is {row!r}: it must be [from, to, probability], 0 <= from < to, probability >= 0")
