@@ -40,8 +40,11 @@ class Collector:
         self._progress = Progress(bool(options.selftest))
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Say first, and not after hours, that records will not be where they were wanted; the run goes on and is not green."""
-        if not self._path or session.config.option.collectonly:
+        """Say first, and not after hours, that records will not be where they were wanted; the run goes on and is not green.
+
+        Where nothing was typed there may be no records at all.
+        """
+        if not self._path or not self._options.typed or session.config.option.collectonly:
             return
         from pytest_longca.report.writer import Writer, is_writable
 
@@ -72,6 +75,11 @@ class Collector:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        from pytest_longca.plugin import is_asked
+
+        if not (self.records or is_asked(session.config)):  # an ini file's baseline or preset is nothing to a run without our tests
+            self.earlier.clear()
+            return
         found = self.records or self.earlier or self._progress.num_left
         if session.config.option.collectonly or not (found or self._options.baseline or self._options.preset_values.table):
             return

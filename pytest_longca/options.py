@@ -1,8 +1,9 @@
 """Command line and ini options, as one table, turned once into a frozen value. Imports neither torch nor triton."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_longca.checknames import GROUPS, select_checks
@@ -30,7 +31,7 @@ def names(text: str) -> tuple[str, ...]:
     return pieces
 
 
-def count(text: str) -> int:
+def count(text: str, example: str = "512 or 8k") -> int:
     """A positive whole number, with an optional k or m (1024, 1024 squared).
 
     >>> count("8k")
@@ -38,7 +39,7 @@ def count(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+)([km]?)", text.strip().lower())
     if not match or not (value := int(match[1]) * SUFFIXES[match[2]]):
-        raise InvalidArgument(f"{text!r} is not a positive whole number: write one such as 512 or 8k")
+        raise InvalidArgument(f"{text!r} is not a positive whole number: write one such as {example}")
     return value
 
 
@@ -79,9 +80,9 @@ def heads(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-def counts(text: str) -> tuple[int, ...]:
+def counts(text: str, example: str) -> tuple[int, ...]:
     """Positive whole numbers."""
-    return tuple(count(piece) for piece in names(text))
+    return tuple(count(piece, example) for piece in names(text))
 
 
 def densities(text: str) -> tuple[float, ...]:
@@ -131,6 +132,8 @@ def _unit(text: str, units: dict[str, Any], what: str, example: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
     if not match or match[2] not in units:
         raise InvalidArgument(f"{text!r} is not {what}: write a number and one of {', '.join(units)}, such as {example}")
+    if not float(match[1]):
+        raise InvalidArgument(f"{text!r} is not {what} above 0: write one such as {example}, or leave the option out")
     return float(match[1]) * float(units[match[2]])
 
 
@@ -161,6 +164,14 @@ def _number(text: str) -> float:
 
 def text(value: str) -> str:
     """The text as it is."""
+    return value
+
+
+def mesh(value: str) -> str:
+    """A mesh of ranks, as its text."""
+    from pytest_longca.parallel.mechanisms import Mesh
+
+    Mesh.parse(value)
     return value
 
 
@@ -203,6 +214,9 @@ class Option:
     metavar: str = "TEXT"
     default: str | None = None
     is_flag: bool = False
+    is_list: bool = False
+    needs: str | None = None
+    """The option without which this one means nothing."""
 
     @property
     def flag(self) -> str:
@@ -219,25 +233,49 @@ class Option:
 
 OPTIONS: tuple[Option, ...] = (
     Option(
-        "kernels", names, "kernels to judge, by name; default: all that this machine has, for mechanisms none that is interpreted", "NAMES"
+        "kernels",
+        names,
+        "kernels to judge, by name; default: all that this machine has, for mechanisms none that is interpreted",
+        "NAMES",
+        is_list=True,
     ),
-    Option("masks", names, "masks, by name or group (regular, heterogeneous, static, block, all); default: all, or the preset's", "NAMES"),
+    Option(
+        "masks",
+        names,
+        "masks, by name or group (regular, heterogeneous, static, block, all); default: all, or the preset's",
+        "NAMES",
+        is_list=True,
+    ),
     Option("case", text, "replay one case: its id, as a failure prints it", "ID"),
     Option("list", text, "print which kernel takes which mask, and why not; run nothing", is_flag=True),
     Option(
         "selftest", text, "plant every known fault into a correct kernel and count what the checks catch; run nothing else", is_flag=True
     ),
     Option("preset", one_of("preset", *PRESETS), f"how much to run: {', '.join(PRESETS)}", "NAME", "default"),
-    Option("examples", count, "Hypothesis examples for each kernel and mask", "N"),
-    Option("checks", checks, f"checks to run, by name or group ({', '.join(GROUPS)})", "NAMES", "default"),
-    Option("seqlens", lengths, "sequence lengths that are timed, such as 1k,8k", "LENGTHS"),
-    Option("heads", heads, "query:key/value heads that are timed, such as 64:8,64:64", "PAIRS"),
-    Option("head-dims", counts, "head dimensions that are timed, such as 64,128", "DIMS"),
-    Option("dtypes", among("dtype", "fp32", "bf16", "fp16", "fp64"), "dtypes: fp32, bf16, fp16, fp64", "NAMES"),
-    Option("passes", among("pass", "fwd", "bwd", "fwd_bwd"), "passes that are timed: fwd, bwd, fwd_bwd; default: fwd,bwd", "NAMES"),
-    Option("block-sizes", counts, "block sizes of the timed block masks; default: 64,128", "SIZES"),
-    Option("densities", densities, "densities of the timed block masks; default: 0.5, or the preset's", "FRACTIONS"),
-    Option("lengths", text, "a JSON file of document lengths (a histogram or a list) instead of the built-in ones", "PATH"),
+    Option("examples", partial(count, example="50"), "Hypothesis examples for each kernel and mask", "N"),
+    Option("checks", checks, f"checks to run, by name or group ({', '.join(GROUPS)})", "NAMES", "default", is_list=True),
+    Option("seqlens", lengths, "sequence lengths that are timed, such as 1k,8k", "LENGTHS", is_list=True),
+    Option("heads", heads, "query:key/value heads that are timed, such as 64:8,64:64", "PAIRS", is_list=True),
+    Option("head-dims", partial(counts, example="64 or 128"), "head dimensions that are timed, such as 64,128", "DIMS", is_list=True),
+    Option("dtypes", among("dtype", "fp32", "bf16", "fp16", "fp64"), "dtypes: fp32, bf16, fp16, fp64", "NAMES", is_list=True),
+    Option(
+        "passes",
+        among("pass", "fwd", "bwd", "fwd_bwd"),
+        "passes that are timed: fwd, bwd, fwd_bwd; default: fwd,bwd",
+        "NAMES",
+        is_list=True,
+    ),
+    Option(
+        "block-sizes", partial(counts, example="64 or 128"), "block sizes of the timed block masks; default: 64,128", "SIZES", is_list=True
+    ),
+    Option("densities", densities, "densities of the timed block masks; default: 0.5, or the preset's", "FRACTIONS", is_list=True),
+    Option(
+        "lengths",
+        text,
+        "a JSON file of document lengths instead of the built-in ones: a list of lengths, such as [100, 7, 2048], "
+        "or a histogram of rows [from, to, probability], such as [[1, 128, 0.6], [128, 4096, 0.4]]",
+        "PATH",
+    ),
     Option("seed", whole, "seed of everything that is drawn", "N", "0"),
     Option("memory-limit", size, "cases that would not fit a device of this size, such as 80GB, count as out of memory", "SIZE"),
     Option(
@@ -254,22 +292,34 @@ OPTIONS: tuple[Option, ...] = (
         "TIME",
         "120s",
     ),
-    Option("mechanisms", names, "share each case among ranks instead, by these mechanisms, such as ulysses,usp", "NAMES"),
-    Option("world-sizes", counts, "numbers of ranks", "SIZES", "2,4"),
-    Option("mesh", text, "the ranks as outer x inner x heads, such as 2x2x2, instead of each mechanism's own", "MESH"),
+    Option("mechanisms", names, "share each case among ranks instead, by these mechanisms, such as ulysses,usp", "NAMES", is_list=True),
+    Option("world-sizes", partial(counts, example="2 or 8"), "numbers of ranks", "SIZES", "2,4", is_list=True, needs="mechanisms"),
+    Option("mesh", mesh, "the ranks as outer x inner x heads, such as 2x2x2, instead of each mechanism's own", "MESH", needs="mechanisms"),
     Option("json", text, "append one line of JSON for each result to this file", "PATH"),
     Option("html", text, "write the report as one page that works offline", "PATH"),
     Option("md", text, "write the summary as Markdown, for the page of a CI job", "PATH"),
     Option("budget", duration, "end within this time, such as 9m: telling cases first, the rest is left for --longca-resume", "TIME"),
     Option("resume", text, "go on with a file of records: what it holds is not run again, and new records are appended to it", "PATH"),
     Option("baseline", text, "the gate: fail where a kernel is worse than in these records; the first run writes them", "FILE"),
-    Option("fail-slower", limit, "a slowdown of this size must be caught, or off", "PERCENT", "5%"),
-    Option("fail-memory", limit, "a rise of peak memory of this size must be caught, or off", "PERCENT", "5%"),
-    Option("fail-error", limit, "a growth of the error of this size must be caught, or off", "PERCENT", "25%"),
-    Option("allow", verdicts, "verdicts of the gate that are shown and do not fail, such as added,other-driver", "VERDICTS"),
-    Option("forbid", verdicts, "verdicts of the gate that fail too: too-noisy", "VERDICTS"),
+    Option("fail-slower", limit, "a slowdown of this size must be caught, or off", "PERCENT", "5%", needs="baseline"),
+    Option("fail-memory", limit, "a rise of peak memory of this size must be caught, or off", "PERCENT", "5%", needs="baseline"),
+    Option("fail-error", limit, "a growth of the error of this size must be caught, or off", "PERCENT", "25%", needs="baseline"),
+    Option(
+        "allow",
+        verdicts,
+        "verdicts of the gate that are shown and do not fail, such as added,other-driver",
+        "VERDICTS",
+        is_list=True,
+        needs="baseline",
+    ),
+    Option("forbid", verdicts, "verdicts of the gate that fail too: too-noisy", "VERDICTS", is_list=True, needs="baseline"),
     Option("anchor", text, "time this kernel in turns with each one, and gate the ratio of the two", "KERNEL"),
-    Option("processes", count, "processes that time each case; default: 1; with --longca-baseline 2, and 5 for the first run", "N"),
+    Option(
+        "processes",
+        partial(count, example="2 or 5"),
+        "processes that time each case; default: 1; with --longca-baseline 2, and 5 for the first run",
+        "N",
+    ),
     Option(
         "compile-workers",
         whole,
@@ -286,6 +336,10 @@ class Options:
 
     values: dict[str, Any] = field(default_factory=dict)
     typed: bool = False
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Where options were written that are not on the command line, in words, by name."""
+    mistake: str | None = None
+    """What is wrong with an ini file, for the first who asks for the session; every other option then has its default."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -297,6 +351,14 @@ class Options:
     def preset_values(self) -> Preset:
         return PRESETS[self.values["preset"]]
 
+    def place(self, name: str) -> str:
+        """Where the option was written, for an error."""
+        return self.places.get(name, f"--longca-{name}")
+
+    def placed(self, message: str) -> str:
+        """A message that begins with an option's name, with the place where that was written instead."""
+        return re.sub(r"^--longca-([a-z-]+)", lambda match: self.place(match[1]), message)
+
     def chosen(self, name: str, device: str) -> Any:
         """The option's value, or else what the preset says for this device kind ("cpu" or "cuda")."""
         value = self.values.get(name)
@@ -307,19 +369,39 @@ class Options:
         return getattr(sizes if hasattr(sizes, name) else preset, name)
 
 
-def parse(raw: Callable[[Option], str | None], typed: bool = False) -> Options:
-    """Options from a function that gives each option's text; InvalidArgument names the option that is wrong."""
-    values = {}
+def parse(raw: Callable[[Option], object], typed: Collection[str] = (), places: Mapping[str, str] | None = None) -> Options:
+    """Options from a function that gives each option's text, or a list of texts.
+
+    `typed` are the names of those on the command line, `places` is where others were written. Raises InvalidArgument that names the place.
+    """
+    options = Options({}, bool(typed), places or {})
     for option in OPTIONS:
         value = raw(option)
         value = option.default if value is None else value
         try:
-            values[option.attribute] = option.parse(value) if value is not None else None
+            options.values[option.attribute] = option.parse(_joined(option, value)) if value is not None else None
         except InvalidArgument as error:
-            raise InvalidArgument(f"{option.flag}: {error}") from None
-    if values["mesh"] and not values["mechanisms"]:
-        raise InvalidArgument("--longca-mesh: it places the ranks of mechanisms, and none is asked for: add --longca-mechanisms=NAMES")
-    return Options(values, typed)
+            raise InvalidArgument(f"{options.place(option.name)}: {error}") from None
+    for option in OPTIONS:
+        if option.name in typed and option.needs:
+            _check_use(option, options)
+    return options
+
+
+def _joined(option: Option, value: object) -> str:
+    """The text of a value that may be a list, as TOML has them."""
+    if not isinstance(value, list):
+        return str(value)
+    if not option.is_list:
+        raise InvalidArgument(f"{value} is a list, and it takes one value: write a string")
+    return ",".join(map(str, value))
+
+
+def _check_use(option: Option, options: Options) -> None:
+    """Raise InvalidArgument where the option that it needs is given by nothing, the preset included."""
+    needed = next(other for other in OPTIONS if other.name == option.needs)
+    if not (options.values[needed.attribute] or getattr(options.preset_values, needed.attribute, None)):
+        raise InvalidArgument(f"{option.flag}: it means nothing without {needed.flag}: add {needed.flag}={needed.metavar}, or leave it out")
 
 
 def select(

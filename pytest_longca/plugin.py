@@ -1,6 +1,9 @@
 """The pytest plugin: hooks only. It is loaded in every pytest run of everyone who installs it, so it imports nothing heavy."""
 
-from collections.abc import Iterable
+import dataclasses
+import os
+import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,7 @@ from pytest_longca.options import OPTIONS, Option, Options, parse
 
 if TYPE_CHECKING:
     from pytest_longca.outcome import NotVerified
+    from pytest_longca.report.record import Record
     from pytest_longca.session import Session
 
 SUITE = Path(__file__).parent / "suite"
@@ -55,21 +59,23 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "longca_outcome(outcome): the cell is refused with this outcome before anything runs")
-    typed = [str(arg) for arg in config.invocation_params.args if str(arg).startswith("--longca-")]
     try:
         _check_ini_names(config)
-        config.stash[OPTIONS_KEY] = parse(lambda option: _raw(config, option), typed=bool(typed))
     except LongcaError as error:
         raise pytest.UsageError(str(error)) from None
+    config.stash[OPTIONS_KEY] = _options(config)
     if is_silent(config.stash[OPTIONS_KEY]):
         config.stash[OPTIONS_KEY] = muted(config.stash[OPTIONS_KEY])
         config.pluginmanager.register(Silence(), "longca-silence")
+    earlier = _look_at_files(config)
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_collector(config), "longca-collector")
+        collector = Collector(config.stash[OPTIONS_KEY], config.invocation_params.args, earlier)
+        config.pluginmanager.register(collector, "longca-collector")
     if config.stash[OPTIONS_KEY].selftest:
         from pytest_longca.selftest_session import SelftestSummary
 
         config.pluginmanager.register(SelftestSummary(), "longca-selftest")
+    typed = config.stash[OPTIONS_KEY].typed
     if typed and not any(str(arg).startswith("--benchmark-") for arg in config.invocation_params.args):
         config.option.benchmark_quiet = True  # our closing part shows the times; its table comes back with any --benchmark option
     if typed and config.args_source is not pytest.Config.ArgsSource.ARGS:
@@ -86,19 +92,47 @@ def _check_ini_names(config: pytest.Config) -> None:
             raise unknown_name("ini option", name, [option.ini for option in OPTIONS if not option.is_flag])
 
 
-def _collector(config: pytest.Config) -> Collector:
-    """The collector, after a look at every file that the end of the run will need: a run of hours must not end in a typo."""
+def _options(config: pytest.Config) -> Options:
+    typed = [str(arg) for arg in config.invocation_params.args if str(arg).startswith("--longca-")]
+    names = [arg.partition("=")[0].removeprefix("--longca-") for arg in typed]
+    try:
+        return parse(lambda option: _raw(config, option), names, _places(config))
+    except LongcaError as error:
+        return _mistaken(str(error), is_typed=bool(typed))
+
+
+def _mistaken(mistake: str, is_typed: bool) -> Options:
+    """Options of a run without any on its command line, whose ini file is wrong: nobody may ask. Else the run ends."""
+    if is_typed:
+        raise pytest.UsageError(mistake)
+    return dataclasses.replace(parse(lambda option: None), mistake=mistake)
+
+
+def _places(config: pytest.Config) -> dict[str, str]:
+    """Where options were written that are not on the command line, in words, by name."""
+    overridden = {text.partition("=")[0].strip() for text in config.getoption("override_ini") or ()}
+    file = os.path.relpath(config.inipath, config.rootpath) if config.inipath else ""
+    return {
+        option.name: f"-o {option.ini}" if option.ini in overridden else f"{option.ini} in {file}"
+        for option in OPTIONS
+        if not option.is_flag and config.getoption(option.flag) is None and _raw(config, option) is not None
+    }
+
+
+def _look_at_files(config: pytest.Config) -> "Sequence[Record]":
+    """Look at every file that the end of the run will need: a run of hours must not end in a typo. Gives the records to go on from."""
     options = config.stash[OPTIONS_KEY]
     if not any((options.html, options.md, options.baseline, options.resume, options.repro)):
-        return Collector(options, config.invocation_params.args)
+        return ()
     from pytest_longca.budget import earlier_records
     from pytest_longca.closing import check_paths
 
     try:
         check_paths(options)
-        return Collector(options, config.invocation_params.args, earlier_records(options.resume))
+        return earlier_records(options.resume)
     except LongcaError as error:
-        raise pytest.UsageError(str(error)) from None
+        config.stash[OPTIONS_KEY] = _mistaken(options.placed(str(error)), options.typed)
+        return ()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -110,11 +144,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         config.add_cleanup(interrupted_by_sigterm())
 
 
-def _raw(config: pytest.Config, option: Option) -> str | None:
+def _raw(config: pytest.Config, option: Option) -> object:
+    """What was written, None if nothing was; a list where TOML has one."""
     if option.is_flag:
         return "yes" if config.getoption(option.flag) else None
     typed: str | None = config.getoption(option.flag)
-    return typed if typed is not None else config.getini(option.ini)
+    if typed is not None:
+        return typed
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of pytest 9.2 and later, at a list
+        return config.getini(option.ini)
 
 
 def _real_path(arg: str, directory: Path) -> str:
@@ -157,13 +196,21 @@ def session_of(config: pytest.Config) -> "Session":
     from pytest_longca.session import Session
 
     if SESSION_KEY not in config.stash:
-        session = Session(config.stash[OPTIONS_KEY], config.pluginmanager)
+        options = config.stash[OPTIONS_KEY]
+        if options.mistake:
+            raise pytest.UsageError(options.mistake)
+        session = Session(options, config.pluginmanager)
         try:
             _ = session.kernels, session.masks, session.lengths, session.replayed, session.mechanisms, session.anchor
         except LongcaError as error:
-            raise pytest.UsageError(str(error)) from None
+            raise pytest.UsageError(options.placed(str(error))) from None
         config.stash[SESSION_KEY] = session
     return config.stash[SESSION_KEY]
+
+
+def is_asked(config: pytest.Config) -> bool:
+    """Whether a longca option was typed or a test asks for a longca fixture. Any other run is none of ours, whatever its ini file says."""
+    return config.stash[OPTIONS_KEY].typed or SESSION_KEY in config.stash
 
 
 @pytest.fixture(scope="session")
@@ -206,7 +253,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _tell_mistake(config, mistake, items)
         return
     options = config.stash[OPTIONS_KEY]
-    if options.budget is None and options.resume is None:
+    if not is_asked(config) or (options.budget is None and options.resume is None):
         return
     from pytest_longca import budget
 
@@ -215,7 +262,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     try:
         budget.check_device(earlier, session_of(config).machine.name)
     except LongcaError as error:
-        raise pytest.UsageError(str(error)) from None
+        raise pytest.UsageError(options.placed(str(error))) from None
     items[:] = budget.arrange(to_run) if options.budget else to_run
     if done:
         config.hook.pytest_deselected(items=done)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_longca.case import Case
     from pytest_longca.checks import Verification
     from pytest_longca.kernel import Kernel
-    from pytest_longca.parallel.mechanisms import Mechanism
+    from pytest_longca.parallel.mechanisms import Mechanism, Mesh
     from pytest_longca.parallel.pool import Ranks
     from pytest_longca.sampling import LengthSource
 
@@ -99,16 +99,26 @@ class Session:
 
     @functools.cached_property
     def mechanisms(self) -> "tuple[Mechanism, ...]":
-        """The mechanisms that were asked for. Raises InvalidArgument for one that does not exist, or a mesh that is none."""
+        """The mechanisms that were asked for. Raises InvalidArgument for one that does not exist, or a mesh that no world has."""
         from pytest_longca.parallel.mechanisms import Mesh
 
         wanted = self.options.chosen("mechanisms", "cpu")  # the same on every device
         if not wanted:
             return ()
         if self.options.mesh:
-            Mesh.parse(self.options.mesh)
+            self._check_mesh(Mesh.parse(self.options.mesh))
         known = mechanisms_of(self._pluginmanager)
         return tuple(known[name] for name in _picked("mechanisms", "mechanism", wanted, known))
+
+    def _check_mesh(self, mesh: "Mesh") -> None:
+        """Raise InvalidArgument where the mesh fits none of the worlds: every cell would be skipped, which is green."""
+        if mesh.size in self.world_sizes:
+            return
+        worlds = "the world of torchrun" if launched_size() else self.options.place("world-sizes")
+        sizes = ", ".join(map(str, self.world_sizes))
+        raise InvalidArgument(
+            f"--longca-mesh: {mesh} are {mesh.size} ranks, and {worlds} has none but {sizes}: their product must be one of them"
+        )
 
     @functools.cached_property
     def sources(self) -> tuple[Source, ...]:

@@ -106,9 +106,9 @@ def test_strangers_reach_the_ranks_and_one_that_dies_or_is_wrong_costs_the_other
 
 
 def test_a_mesh_of_another_size_than_the_world_is_skipped_with_its_reason(shared: Run) -> None:
-    result = shared("--longca-mechanisms=usp", "--longca-mesh=2x2x2", "-rs")
-    result.assert_outcomes(skipped=1)
-    assert "mesh 2x2x2 has 8 ranks and the world 2" in said(result)
+    result = shared("--longca-mechanisms=usp", "--longca-mesh=1x65x1", "--longca-world-sizes=2,65", "-rs")
+    result.assert_outcomes(skipped=2)
+    assert "mesh 1x65x1 has 65 ranks and the world 2" in said(result)
 
 
 def test_what_cannot_be_shared_is_skipped_with_its_reason(shared: Run) -> None:
@@ -143,7 +143,8 @@ def test_without_names_a_cpu_shares_what_it_does_not_interpret(run: Run) -> None
     ("arguments", "words"),
     [
         ("--longca-mechanisms=usb", "did you mean 'usp'"),
-        ("--longca-mesh=2x2", "as in 2x2x2"),
+        ("--longca-mesh=2x2", "--longca-mesh: mesh '2x2': three sizes, outer ring x inner ring x heads, as in 2x2x2"),
+        ("--longca-mesh=2x2x2", "--longca-mesh: 2x2x2 are 8 ranks, and --longca-world-sizes has none but 2: their product must be one"),
     ],
 )
 def test_what_names_nothing_ends_the_run_before_it_starts(shared: Run, arguments: str, words: str) -> None:

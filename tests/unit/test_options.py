@@ -1,5 +1,7 @@
 """Options: each parser's good and bad input, and what an error says."""
 
+from pathlib import Path
+
 import pytest
 
 from pytest_longca import options
@@ -9,6 +11,10 @@ from pytest_longca.options import OPTIONS, parse, select
 
 def given(**values: str) -> options.Options:
     return parse(lambda option: values.get(option.attribute))
+
+
+def typed(**values: str) -> options.Options:
+    return parse(lambda option: values.get(option.attribute), typed=[name.replace("_", "-") for name in values])
 
 
 def test_defaults_are_the_default_preset_on_all_masks_with_seed_0() -> None:
@@ -67,6 +73,9 @@ def test_the_gates_limits_are_fractions_and_off_is_none() -> None:
         ("passes", "forward", "Known passes: bwd"),
         ("isolate", "of", "did you mean 'off'"),
         ("timeout", "9", "9m"),
+        ("timeout", "0s", "above 0"),
+        ("budget", "0.0m", "above 0"),
+        ("memory_limit", "0GB", "above 0"),
         ("memory_limit", "80", "80GB"),
         ("seed", "-3", "whole number"),
         ("fail_slower", "5", "5%"),
@@ -78,7 +87,13 @@ def test_the_gates_limits_are_fractions_and_off_is_none() -> None:
         ("kernels", "", "names nothing"),
         ("masks", " , ", "names nothing"),
         ("seqlens", "", "names nothing"),
-        ("mesh", "1x2x1", "add --longca-mechanisms"),
+        ("mesh", "2x2", "as in 2x2x2"),
+        ("examples", "-3", "such as 50"),
+        ("world_sizes", "0", "such as 2 or 8"),
+        ("head_dims", "0", "such as 64 or 128"),
+        ("block_sizes", "x", "such as 64 or 128"),
+        ("processes", "0", "such as 2 or 5"),
+        ("seqlens", "x", "such as 512 or 8k"),
     ],
 )
 def test_a_bad_value_names_the_option_and_says_what_to_write(name: str, value: str, says: str) -> None:
@@ -86,6 +101,43 @@ def test_a_bad_value_names_the_option_and_says_what_to_write(name: str, value: s
         given(**{name: value})
     assert str(error.value).startswith(f"--longca-{name.replace('_', '-')}: ")
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "needed", "enough"),
+    [
+        ("fail_slower", "3%", "--longca-baseline=FILE", {"baseline": "b.jsonl"}),
+        ("fail_memory", "off", "--longca-baseline=FILE", {"baseline": "b.jsonl"}),
+        ("fail_error", "3%", "--longca-baseline=FILE", {"baseline": "b.jsonl"}),
+        ("allow", "added", "--longca-baseline=FILE", {"baseline": "b.jsonl"}),
+        ("forbid", "too-noisy", "--longca-baseline=FILE", {"baseline": "b.jsonl"}),
+        ("mesh", "1x2x1", "--longca-mechanisms=NAMES", {"mechanisms": "usp"}),
+        ("mesh", "1x2x1", "--longca-mechanisms=NAMES", {"preset": "paper-cp"}),
+        ("world_sizes", "2", "--longca-mechanisms=NAMES", {"mechanisms": "usp"}),
+    ],
+)
+def test_an_option_that_means_nothing_alone_is_refused_where_it_was_typed(
+    name: str, value: str, needed: str, enough: dict[str, str]
+) -> None:
+    flag = f"--longca-{name.replace('_', '-')}"
+    with pytest.raises(InvalidArgument, match=f"^{flag}: it means nothing without .*: add {needed}"):
+        typed(**{name: value})
+    assert given(**{name: value}).values[name] == typed(**{name: value}, **enough).values[name]
+
+
+def test_a_kernel_to_time_in_turns_with_means_something_without_a_gate() -> None:
+    assert typed(anchor="sdpa").anchor == "sdpa"
+
+
+def test_an_error_names_the_place_that_it_was_told() -> None:
+    with pytest.raises(InvalidArgument, match=r"^longca_examples in tox\.ini: 'many' is not"):
+        parse(lambda option: {"examples": "many"}.get(option.name), places={"examples": "longca_examples in tox.ini"})
+
+
+def test_the_help_and_the_readme_show_both_forms_of_a_file_of_lengths() -> None:
+    (help_text,) = (option.help for option in OPTIONS if option.name == "lengths")
+    for text in (help_text, (Path(__file__).parents[2] / "README.md").read_text()):
+        assert "[100, 7, 2048]" in text and "[[1, 128, 0.6], [128, 4096, 0.4]]" in text
 
 
 def test_select_expands_groups_keeps_order_and_drops_repeats() -> None:
