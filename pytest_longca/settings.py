@@ -72,10 +72,11 @@ def kept() -> Iterator[Changes]:
             if now != settings[name]:
                 changes.settings[name] = f"{name} {now} (it was {settings[name]})"
                 _put_back(name, settings[name])
-        for device, state in _generators().items():
-            if device in generators and not torch.equal(state, generators[device]):
-                changes.generators.append(device)
-                _put_generator_back(device, generators[device])
+        with contextlib.suppress(RuntimeError):  # of a device that is lost: what the kernel raised is what counts
+            for device, state in _generators().items():
+                if device in generators and not torch.equal(state, generators[device]):
+                    changes.generators.append(device)
+                    _put_generator_back(device, generators[device])
 
 
 _UNABLE = (RuntimeError, AttributeError, OSError)
