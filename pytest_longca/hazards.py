@@ -117,7 +117,8 @@ def _global_changes(subject: Subject) -> list[Finding]:
     if changed := CHANGED.get(subject.kernel.name):
         message = f"the kernel leaves {', '.join(changed.values())}: it shares them with all that runs in the process"
         findings.append(Finding("guard", "settings", message))
-    if moved := subject.moved_generators:
+    # A compiler may try what it made on random numbers, and these operands lie otherwise in memory than those before.
+    if (moved := subject.moved_generators) and not subject.kernel.compiles_per_shape:
         message = (
             f"the call seeds the global random generator of {' and '.join(moved)}, or draws from it: "
             "without dropout there is nothing to draw, and what needs numbers takes them from a generator of its own"

@@ -48,6 +48,8 @@ SETTINGS: dict[str, tuple[Get, Set]] = {
     "working directory": (os.getcwd, os.chdir),
 }
 """How each is read and written."""
+CHOICES = frozenset(name for name in SETTINGS if "precision" in name or name.startswith("cudnn.") or name.endswith(" SDP"))
+"""What a library may choose for its own good when it is imported: put back like all others, and no fault unless a later call changes it."""
 UNREADABLE = "unreadable"
 """What stands for a setting that cannot be read: one that this torch does not have or has mixed up, a directory that is gone."""
 

@@ -20,7 +20,7 @@ from pytest_longca.kernel import SUMS_IN_DTYPE, Call, Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.outcome import Crashed, Outcome, OutOfMemory
 from pytest_longca.reference import Reference, cached_reference
-from pytest_longca.settings import Changes, kept
+from pytest_longca.settings import CHOICES, Changes, kept
 from pytest_longca.spent import KERNELS, spending
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
@@ -256,7 +256,8 @@ def kernel_errors(kernel: str) -> Iterator[Changes]:
             raise
         except Exception as error:
             raise DidNotRun(_outcome_of(kernel, error)) from error
-    CHANGED.setdefault(kernel, {}).update(changes.settings)
+    is_first = kernel not in CHANGED
+    CHANGED.setdefault(kernel, {}).update({name: told for name, told in changes.settings.items() if not (is_first and name in CHOICES)})
 
 
 def _outcome_of(kernel: str, error: Exception) -> Outcome:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from pytest_longca import subject
 from pytest_longca.settings import SETTINGS, UNREADABLE, kept
 
 
@@ -60,3 +61,16 @@ def test_nothing_is_told_where_nothing_stays_changed() -> None:
     with kept() as changes, torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("meta"):
         torch.manual_seed(0)
     assert not changes.settings and not changes.generators
+
+
+def test_what_a_library_chooses_at_its_import_is_put_back_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "CHANGED", {})
+    before = torch.backends.cudnn.benchmark
+    for times in (1, 2):
+        with subject.kernel_errors("imports"):
+            torch.backends.cudnn.benchmark = not before
+        assert torch.backends.cudnn.benchmark is before
+        assert bool(subject.CHANGED["imports"]) is (times == 2)
+    with subject.kernel_errors("dtype"):
+        torch.set_default_dtype(torch.float64)
+    assert "default dtype" in subject.CHANGED["dtype"]
