@@ -182,7 +182,7 @@ def _imports_change() -> Bind:
 
     def bind(inner: Kernel, case: Case, inputs: Inputs) -> Call:
         if not ran:
-            torch.set_float32_matmul_precision("high")
+            torch.use_deterministic_algorithms(True)
         ran.append(1)
         return inner.bind(case, inputs)
 
@@ -265,14 +265,14 @@ ROWS: list[tuple[str, str, str, str, Bind | Fresh]] = [
         "the number of threads stays another",
         _leaves(lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
     ),
+    ("settings", "deterministic_left_once", "causal", "the first call of all demands deterministic algorithms", Fresh(_imports_change)),
     (
         "settings",
-        "deterministic_left",
-        "causal",
-        "deterministic algorithms stay demanded",
-        _leaves(lambda: torch.use_deterministic_algorithms(True)),
+        "tf32_left",
+        "full",
+        "each call allows TF32 in all products of fp32",
+        _leaves(lambda: torch.set_float32_matmul_precision("high")),
     ),
-    ("settings", "tf32_left_once", "full", "the first call of all allows TF32 in all products of fp32", Fresh(_imports_change)),
     ("settings", "directory_left", "causal", "the working directory stays another", _leaves(lambda: os.chdir(os.sep))),
     ("generator", "seeded", "full", "each call seeds the global generator", _leaves(lambda: torch.manual_seed(0))),
     ("generator", "draws", "causal", "each call draws from the global generator", _leaves(lambda: torch.rand(()))),
