@@ -57,7 +57,7 @@ class Wrong(Naive):
     name = "wrong"
 
     def bind(self, case, inputs):
-        with open(os.environ["LONGCA_PIDS"], "a") as file:
+        with open(PIDS, "a") as file:
             print(os.getpid(), file=file)
         call = super().bind(case, inputs)
         function = call.function
@@ -74,9 +74,9 @@ LEFT = "a_patch ran before in the same process"
 
 @pytest.fixture(autouse=True)
 def kernels(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytester.makeconftest(KERNELS)
+    # Not by the environment: workers have that of the process which forks them, and it may be older than this test.
+    pytester.makeconftest(f"PIDS = {str(pytester.path / 'pids')!r}\n{KERNELS}")
     monkeypatch.setattr(torch.Tensor, "softmax", torch.Tensor.softmax)  # which one of them replaces, once in this process
-    monkeypatch.setenv("LONGCA_PIDS", str(pytester.path / "pids"))
 
 
 @pytest.mark.parametrize("stage", ["examples", "probes"])
