@@ -25,8 +25,8 @@ DEFAULT_MEMORY_BYTES = 8 * 2**30
 
 
 def score_bytes(case: Case) -> int:
-    """What one fp32 (fp64 for fp64) tensor of scores takes: batch * heads_q * seqlen_q * seqlen_kv elements."""
-    return case.batch * case.heads_q * case.seqlen_q * case.seqlen_kv * (8 if case.dtype == "fp64" else 4)
+    """What one fp32 (fp64 for fp64) tensor of scores takes."""
+    return case.num_scores * (8 if case.dtype == "fp64" else 4)
 
 
 def too_long_for_scores(case: Case, machine: Machine) -> str | None:

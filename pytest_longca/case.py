@@ -110,6 +110,11 @@ class Case:
         return self.mask.area() * (self.batch // self.mask.batch) * (self.heads_q // self.mask.heads)
 
     @property
+    def num_scores(self) -> int:
+        """All (query, key) pairs, visible or not, of batch and query heads."""
+        return self.batch * self.heads_q * self.seqlen_q * self.seqlen_kv
+
+    @property
     def id(self) -> str:
         """The case as one line that `parse_case` reads back."""
         from pytest_longca.ids import format_case

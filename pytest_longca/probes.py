@@ -213,7 +213,7 @@ def _choose_rows(case: Case, tiles: int | None = None) -> list[tuple[int, int]]:
     `tiles` limits the call of a slow kernel.
     """
     everything = [(row, head) for head in range(case.heads_q) for row in range(case.seqlen_q)]
-    scores = 2 * case.batch * case.heads_q * case.seqlen_q * case.seqlen_kv
+    scores = 2 * case.num_scores
     affordable = max(FEWEST_ROWS, SAMPLED_SCORES // scores)
     if tiles is not None:
         affordable = max(2, tiles // (2 * case.batch * case.heads_q * -(-case.seqlen_q // TILE) * -(-case.seqlen_kv // TILE)))

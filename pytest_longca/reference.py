@@ -78,7 +78,7 @@ def compute(case: Case, inputs: Inputs, arithmetic: Arithmetic | None = None) ->
 
 def choose_arithmetic(case: Case, inputs: Inputs) -> Arithmetic:
     """Halves on the matrix units for long bf16 and fp16 cases on a GPU, fp64 for everything else."""
-    is_small = case.batch * case.heads_q * case.seqlen_q * case.seqlen_kv <= SMALL_CELLS
+    is_small = case.num_scores <= SMALL_CELLS
     if is_small or not inputs.q.is_cuda or not halves_suffice(case, inputs):
         return Exact()
     return Split(compiled=case.area >= COMPILED_AREA)

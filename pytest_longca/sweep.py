@@ -63,7 +63,7 @@ class RowTile:
 
 def sweep(case: Case, device: torch.device) -> Iterator[RowTile]:
     """The row tiles that cover a case's mask; a small case is one tile."""
-    if case.batch * case.heads_q * case.seqlen_q * case.seqlen_kv <= SMALL_CELLS:
+    if case.num_scores <= SMALL_CELLS:
         yield RowTile(slice(0, case.seqlen_q), (Piece(slice(0, case.seqlen_kv), False),))
         return
     budget = budget_of(case, device)
@@ -128,7 +128,7 @@ class Visibility:
         mask: Mask = case.mask
         self.device = device
         self.mask_of_stack = _mask_of_stack(case, device)
-        self.small = case.batch * case.heads_q * case.seqlen_q * case.seqlen_kv <= SMALL_CELLS
+        self.small = case.num_scores <= SMALL_CELLS
         if self.small:
             self.dense = mask.dense(device).flatten(0, 1)
             return

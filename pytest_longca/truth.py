@@ -38,7 +38,7 @@ def budget_of(device: torch.device) -> float:
 
 def verdicts(case: Case, inputs: Inputs, result: Result) -> list[Verdict]:
     """The verdict on each tensor of a result of the case's own inputs."""
-    if inputs.q.is_cuda and case.batch * case.heads_q * case.seqlen_q * case.seqlen_kv <= HOST_SCORES:
+    if inputs.q.is_cuda and case.num_scores <= HOST_SCORES:
         inputs, result = on_host(inputs), on_host(result)
     choice = choose(case, budget_of(inputs.q.device))
     if choice.is_full:

@@ -93,7 +93,7 @@ def _caveats(points: Sequence[tuple[int, float]], records: Sequence[Record], nea
     if not first <= case.seqlen_q <= last:
         found.append(f"{case.seqlen_q} tokens are outside the measured lengths {first} to {last}")
     measured = _density(nearest)
-    wanted = case.area / max(1, case.batch * case.heads_q * case.seqlen_q * case.seqlen_kv)
+    wanted = case.area / max(1, case.num_scores)
     if measured and wanted and not 1 / FAR_DENSITY <= wanted / measured <= FAR_DENSITY:
         found.append(f"your mask shows {wanted:.1%} of all pairs, the measured one {measured:.1%}: time this very case")
     return found
