@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pytest_longca.parallel.comm import Channel
-from pytest_longca.parallel.lanes import Finish
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +33,7 @@ class HeadExchange:
             yield list(tensors)
             return
         for part in self.parts():
-            yield self._send(tensors, part)()
+            yield self._exchanged(tensors, part)
 
     def parts(self) -> Iterator[slice]:
         """Which key/value heads of a rank are in each group."""
@@ -43,7 +42,7 @@ class HeadExchange:
             start, stop = stop, stop + count
             yield slice(start, stop)
 
-    def _send(self, tensors: Sequence[Tensor], heads: slice) -> Finish[list[Tensor]]:
+    def _exchanged(self, tensors: Sequence[Tensor], heads: slice) -> list[Tensor]:
         size, tokens = self.channel.size, len(tensors[0])
         split = size, sum(self.groups), -1
         shares = [x.unflatten(1, split)[:, :, heads].flatten(2, 3).transpose(0, 1) for x in tensors]  # [U, tokens, heads, dim]
@@ -51,9 +50,9 @@ class HeadExchange:
         packed = tensors[0].new_empty(size, tokens, sum(widths))
         for part, share in zip(packed.split(widths, -1), shares, strict=True):
             _copy(part.unflatten(-1, share.shape[2:]), share)
-        wait = self.channel.all_to_all(packed.flatten(0, 1), [tokens] * size, self.lengths)
+        received = self.channel.all_to_all(packed.flatten(0, 1), [tokens] * size, self.lengths)()
         shapes = [share.shape[2:] for share in shares]
-        return lambda: [part.unflatten(-1, shape) for part, shape in zip(wait().split(widths, -1), shapes, strict=True)]
+        return [part.unflatten(-1, shape) for part, shape in zip(received.split(widths, -1), shapes, strict=True)]
 
 
 @dataclass(slots=True, eq=False)
