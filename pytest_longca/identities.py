@@ -14,7 +14,7 @@ from torch import Tensor
 from pytest_longca.case import Case
 from pytest_longca.inputs import Inputs
 from pytest_longca.judge import Result
-from pytest_longca.limits import DS_ROUNDINGS, RMS, blocks_in_dtype, rounding_of
+from pytest_longca.limits import DS_ROUNDINGS, RMS, blocks_in_dtype, rounding_of, truncation
 
 DEVIATIONS = 6.0
 """How many standard deviations the norm of a sum's error may be above its mean."""
@@ -48,7 +48,22 @@ class _Grouped:
     dv: Tensor
     sees: Tensor
     scale: float
+    group: int
     roundings: float
+    truncation: float
+    """What sums over all these queries lose of their partial sums, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """What is left of a sum that should vanish, `[columns]`: its variance by rounding, and what sums cut off towards 0 may leave of it.
+
+    `partial` `[columns, directions]` are the partial sums of which a share of `truncation` may be lost.
+    """
+
+    error: Tensor
+    variance: Tensor
+    partial: Tensor | None = None
 
 
 def check_identities(case: Case, inputs: Inputs, result: Result) -> list[Identity]:
@@ -60,7 +75,7 @@ def check_identities(case: Case, inputs: Inputs, result: Result) -> list[Identit
         for head in range(case.heads_kv):
             grouped = _group(case, inputs, result, sees, batch, head)
             for name, identity in IDENTITIES.items():
-                ratio = float(_over_limit(*identity(grouped), unit))
+                ratio = _over_limit(identity(grouped), unit, grouped.truncation)
                 if name not in worst or ratio > worst[name].error_over_limit:
                     worst[name] = Identity(name, ratio, batch, head)
     return list(worst.values())
@@ -95,20 +110,37 @@ def _group(case: Case, inputs: Inputs, result: Result, sees: Tensor, batch: int,
         *(queries(result.out), queries(result.dq), keys(result.dk), keys(result.dv)),  # type: ignore[arg-type]  # asserted above
         sees=seen,
         scale=case.scale,
+        group=case.group,
+        truncation=truncation(2 * case.group * case.seqlen_q, rounding_of(case)),  # twice: of what has been added up so far
         # P, the result, each query head's part of it, and sums that are kept in the dtype
         roundings=2 + (case.group > 1) + ((blocks_in_dtype(case, "dk") - 1) / 2 if result.sums_in_dtype else 0),
     )
 
 
-def _over_limit(error: Tensor, variance: Tensor, unit: float) -> Tensor:
-    """Error over limit, `[columns]` both: the norm against its mean and spread for independent columns."""
+def _over_limit(x: _Sum, unit: float, truncation: float) -> float:
+    """Error over limit. What sums lose towards 0 lies along their partial sums: across these the limit is that of rounding alone."""
+    if x.partial is None or not truncation:
+        return _ratio(x.error, _limit(x.variance, unit))
+    basis = torch.linalg.qr(x.partial).Q
+    along = basis @ (basis.T @ x.error)
+    limit = _limit(x.variance, unit)
+    lost = truncation * float(torch.linalg.vector_norm(x.partial))
+    return max(_ratio(along, limit + lost), _ratio(x.error - along, limit) if basis.shape[0] > basis.shape[1] else 0.0)
+
+
+def _limit(variance: Tensor, unit: float) -> float:
+    """The norm's mean and spread for independent columns."""
     total = variance.sum(-1)
     # The norm's relative spread is 1 / (2 n) ** 0.5, n the number of columns that count.
     columns = total.square() / variance.square().sum(-1).clamp_min(1e-300)
-    limit = RMS * unit * total.sqrt() * (1 + DEVIATIONS / (2 * columns.clamp_min(1)).sqrt())
-    size = torch.linalg.vector_norm(error, dim=-1)
-    ratio: Tensor = (size / limit).nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(size == 0, 0.0)
-    return ratio
+    return float(RMS * unit * total.sqrt() * (1 + DEVIATIONS / (2 * columns.clamp_min(1)).sqrt()))
+
+
+def _ratio(error: Tensor, limit: float) -> float:
+    size = float(torch.linalg.vector_norm(error))
+    if size == 0:
+        return 0.0
+    return size / limit if limit > 0 and math.isfinite(size) else math.inf
 
 
 def _sum(x: Tensor, dim: int | None = None) -> Tensor:
@@ -116,30 +148,38 @@ def _sum(x: Tensor, dim: int | None = None) -> Tensor:
     return x.sum(dtype=torch.float64) if dim is None else x.sum(dim, dtype=torch.float64)
 
 
-def _sum_of_dv(x: _Grouped) -> tuple[Tensor, Tensor]:
-    """Sum of dv = sum of do. For independent do, the squares of dv are those of the terms P do whose P was rounded."""
-    error = _sum(x.dv, 0) - _sum(x.do * x.sees[..., None], 0)
-    return error, x.roundings * _sum(x.dv.square(), 0)
+def _sum_of_dv(x: _Grouped) -> _Sum:
+    """Sum of dv = sum of do. For independent do, the squares of dv are those of the terms P do whose P was rounded.
+
+    After some queries, the keys' partial sums add up to the sum of do so far: on average do by the part of the queries that come after it,
+    or before it, as the kernel goes through them.
+    """
+    do = x.do * x.sees[..., None]
+    heads = do.unflatten(0, (x.group, -1))
+    before = torch.linspace(0, 1, heads.shape[1], dtype=torch.float64, device=do.device)
+    partial = torch.stack([part @ head.double() for head in heads for part in (before, 1 - before)], 1)
+    return _Sum(_sum(x.dv, 0) - _sum(do, 0), x.roundings * _sum(x.dv.square(), 0), partial)
 
 
-def _sum_of_dk(x: _Grouped) -> tuple[Tensor, Tensor]:
-    """Sum of dk = 0. Besides dS and dk, out was rounded: its error in D reaches the sum by every key."""
+def _sum_of_dk(x: _Grouped) -> _Sum:
+    """Sum of dk = 0, and of partial sums too. Besides dS and dk, out was rounded: its error in D reaches the sum by every key."""
     delta2 = (x.do * x.out).square().sum(-1, keepdim=True)
-    return _sum(x.dk, 0), (x.roundings - 1 + DS_ROUNDINGS) * _sum(x.dk.square(), 0) + _sum(delta2 * (x.q * x.scale).square(), 0)
+    of_delta = _sum(delta2 * (x.q * x.scale).square(), 0)
+    return _Sum(_sum(x.dk, 0), (x.roundings - 1 + DS_ROUNDINGS) * _sum(x.dk.square(), 0) + of_delta)
 
 
-def _out_and_dv(x: _Grouped) -> tuple[Tensor, Tensor]:
+def _out_and_dv(x: _Grouped) -> _Sum:
     """<do, out> = <v, dv>. P is rounded in both."""
     of_out, of_dv = x.do * x.out, x.v * x.dv
     variance = _sum(of_out.square()) + (x.roundings - 1) * _sum(of_dv.square()) + 2 * _terms(x.dv, x.v)
-    return (_sum(of_out) - _sum(of_dv))[None], variance[None]
+    return _Sum((_sum(of_out) - _sum(of_dv))[None], variance[None], _sum(of_dv)[None, None])
 
 
-def _dq_and_dk(x: _Grouped) -> tuple[Tensor, Tensor]:
+def _dq_and_dk(x: _Grouped) -> _Sum:
     """<q, dq> = <k, dk>. dS is rounded in both."""
     of_dq, of_dk = x.q * x.dq, x.k * x.dk
     variance = _sum(of_dq.square()) + (x.roundings - 2 + DS_ROUNDINGS) * _sum(of_dk.square()) + 2 * DS_ROUNDINGS * _terms(x.dk, x.k)
-    return (_sum(of_dq) - _sum(of_dk))[None], variance[None]
+    return _Sum((_sum(of_dq) - _sum(of_dk))[None], variance[None], _sum(of_dk)[None, None])
 
 
 def _terms(sums: Tensor, other: Tensor) -> Tensor:
@@ -149,7 +189,7 @@ def _terms(sums: Tensor, other: Tensor) -> Tensor:
     return _sum(sums.square().sum(-1) * other2) * (1 / other.shape[-1] + shared).clamp(max=1)
 
 
-IDENTITIES: dict[str, Callable[[_Grouped], tuple[Tensor, Tensor]]] = {
+IDENTITIES: dict[str, Callable[[_Grouped], _Sum]] = {
     "sum of dv = sum of do": _sum_of_dv,
     "sum of dk = 0": _sum_of_dk,
     "<do, out> = <v, dv>": _out_and_dv,

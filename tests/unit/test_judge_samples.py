@@ -11,6 +11,7 @@ from pytest_longca.identities import check_identities
 from pytest_longca.inputs import Inputs, make_inputs
 from pytest_longca.judge import Result
 from pytest_longca.kernels.naive import Naive
+from pytest_longca.limits import MATRIX_TERMS
 from pytest_longca.machine import CPU
 from pytest_longca.mask import Mask, PredicateMask
 from pytest_longca.masks.block import UniformBlock
@@ -120,6 +121,45 @@ def test_identities_see_one_wrong_key_column_and_a_lost_head(honest: tuple[Input
     dk = right.dk.clone()
     dk[0, 600:728, 0] *= 2
     assert not {i.name: i for i in check_identities(CASE, inputs, dataclasses.replace(right, dk=dk))}["sum of dk = 0"].ok
+
+
+def truncated(x: torch.Tensor) -> torch.Tensor:
+    """fp64 cut off to fp32 towards 0, as matrix units do after each step."""
+    nearest = x.float().double()
+    return torch.where(nearest.abs() > x.abs(), torch.nextafter(nearest.float(), torch.zeros(())).double(), nearest)
+
+
+def as_given(x: torch.Tensor) -> torch.Tensor:
+    return x[None, :, None].bfloat16()
+
+
+@pytest.fixture(scope="module")
+def long_sums() -> tuple[Case, Inputs, Result, torch.Tensor]:
+    """A case whose dv are sums of 2^18 terms, added up by matrix units that cut off; and what one tile of 128 x 128 adds to dv."""
+    num_queries, num_keys = 2**18, 512
+    case = Case(mask=Full(num_queries, num_keys), heads_q=1, heads_kv=1, head_dim=16, dtype="bf16")
+    inputs = make_inputs(case)
+    q, k, v, do = (x[0, :, 0].double() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+    out, dv = torch.empty_like(q), torch.zeros_like(k)
+    for rows in torch.arange(num_queries).split(2**13):
+        p = (q[rows] @ k.T * case.scale).softmax(-1)
+        out[rows] = p @ v
+        p = p.bfloat16().double()
+        for step in torch.arange(len(rows)).split(MATRIX_TERMS):
+            dv = truncated(dv + p[step].T @ do[rows[step]])
+    tile = (q[:128] @ k.T * case.scale).softmax(-1)[:, :128].T @ do[:128]
+    dk, dq = torch.zeros_like(k), torch.zeros_like(q)  # right or not, they are not looked at
+    return case, inputs, Result(as_given(out), None, as_given(dq), as_given(dk), as_given(dv)), tile
+
+
+def test_the_sum_of_dv_allows_what_matrix_units_cut_off(long_sums: tuple[Case, Inputs, Result, torch.Tensor]) -> None:
+    case, inputs, result, tile = long_sums
+    identities = {identity.name: identity for identity in check_identities(case, inputs, result)}
+    assert identities["sum of dv = sum of do"].ok and identities["<do, out> = <v, dv>"].ok
+    dv = result.dv.clone()
+    dv[0, :128, 0] -= tile.to(dv.dtype)
+    broken = {identity.name: identity for identity in check_identities(case, inputs, dataclasses.replace(result, dv=dv))}
+    assert broken["sum of dv = sum of do"].error_over_limit > 5
 
 
 def test_a_sampled_fault_has_the_place_of_the_whole(honest: tuple[Inputs, Result]) -> None:
