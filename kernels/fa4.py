@@ -5,8 +5,8 @@ with row intervals by a mask_mod that reads their endpoints, and exact lists of 
 (without the lists for the backward, FA4's gradients would ignore or dearly pay for the mask). Uniform blocks of a multiple of 128 are
 lists of full tiles, one for each head.
 Layout: BSHD, THD for several documents; other strides than multiples of 16 bytes, and stride 0, are copied. Dtypes: bf16, fp16.
-Head dims: multiples of 8 up to 256 (backward up to 192), up to 128 where tile lists are needed; GQA's backward needs head_dim_v = head_dim,
-as does any of a head dim of an odd number of 16s (16, 40, 72).
+Head dims: multiples of 8 up to 256 (backward up to 192), up to 128 where tile lists are needed; head_dim_v = head_dim, or (192, 128), whose
+backward takes no grouped heads.
 GQA: yes. Directions: forward and backward. lse: yes, differentiable. Architectures: sm90 and later. Determinism: forward; not dq.
 """
 
@@ -37,6 +37,8 @@ TILE = 128
 """The only size of a listed tile that forward and backward both take on sm90."""
 DISK_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 """What FA4 compiled is kept for other processes where this is set when it is imported."""
+UNEQUAL_HEAD_DIMS = (192, 128)
+"""The one pair that FA4 has tile sizes for. On Hopper its own check lets all multiples of 8 from 8 to 256 pass, and what comes then is luck."""
 ROW_PADDING = 256
 """Rows of endpoints beyond the last query: FA4 asks its mask_mod about whole tiles (of up to 192 rows) and does not read past these."""
 
@@ -61,12 +63,13 @@ class Fa4(Kernel):
         is_blocks = Form.BLOCK_MAP in case.mask.forms
         backward, sizes = case.direction.needs_backward, (case.head_dim, case.head_dim_v)
         rules = (
+            (
+                sizes[0] != sizes[1] and sizes != UNEQUAL_HEAD_DIMS,
+                f"needs head_dim_v = head_dim, or {UNEQUAL_HEAD_DIMS}, not {sizes}: it reaches outside of its memory with unequal head dims "
+                "such as (24, 96), and fails to launch with (96, 192) (seen in 4.0.0b36)",
+            ),
             (backward and max(sizes) > 192, "has a backward for head dims up to 192 only"),
             (backward and case.group > 1 and sizes[0] != sizes[1], "needs head_dim_v = head_dim in the backward of grouped heads"),
-            (
-                backward and sizes[0] != sizes[1] and any(-(-size // 16) % 2 for size in sizes),
-                f"may reach outside of its memory in the backward of head dims {sizes}, one of an odd number of 16s (seen in 4.0.0b36)",
-            ),
             (needs_lists and max(sizes) > 128, f"takes tile lists for head dims up to 128, and {case.mask.name} needs them"),
             (is_blocks and not _is_tiled(case.mask), f"takes uniform blocks of a multiple of {TILE} tokens only"),
             (
