@@ -55,6 +55,7 @@ class Fa3(Kernel):
                 case.direction.needs_backward and not has_backward,
                 "this build of FlashAttention-3 is forward only (its flash_attn_config says so)",
             ),
+            (case.dtype == "fp16" and bool(flags.get("FLASHATTENTION_DISABLE_FP16")), "this build of FlashAttention-3 has no fp16"),
             (case.head_dim > max(built, default=0), f"this build has head dims up to {max(built, default=0)}"),
         )
         return next((reason for broken, reason in rules if broken), None)

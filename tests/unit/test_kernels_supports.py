@@ -144,6 +144,13 @@ def test_refusal_says_why(name: str, case: Case, machine: Machine, reason: str) 
     assert reason in refusal.reason
 
 
+def test_fa3_has_no_fp16_if_the_build_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["flash_attn_config"], "CONFIG", {"build_flags": {"FLASHATTENTION_DISABLE_FP16": True}})
+    assert kernel_named("fa3").supports(half(Causal(100, 100)), H200) is None
+    refusal = kernel_named("fa3").supports(half(Causal(100, 100), dtype="fp16"), H200)
+    assert refusal is not None and refusal.reason == "this build of FlashAttention-3 has no fp16"
+
+
 def test_fa3_has_a_backward_if_the_build_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["flash_attn_config"], "CONFIG", {"build_flags": {"FLASHATTENTION_DISABLE_BACKWARD": False}})
     assert kernel_named("fa3").supports(half(Causal(100, 100)), H200) is None
