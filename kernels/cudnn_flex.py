@@ -46,6 +46,7 @@ class CudnnFlex(Kernel):
         devices=frozenset({"cuda"}),
         capability=(9, 0),
     )
+    compiles_per_head_dim = True
     device_kernel_pattern = r"cudnnflex_attention"
 
     def also_refuses(self, case: Case, machine: Machine) -> str | None:

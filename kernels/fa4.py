@@ -38,7 +38,7 @@ TILE = 128
 DISK_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 """What FA4 compiled is kept for other processes where this is set when it is imported."""
 UNEQUAL_HEAD_DIMS = (192, 128)
-"""The one pair that FA4 has tile sizes for. On Hopper its own check lets all multiples of 8 from 8 to 256 pass, and what comes then is luck."""
+"""The one pair that FA4 has tile sizes for. On Hopper its own check lets all multiples of 8 from 8 to 256 pass."""
 ROW_PADDING = 256
 """Rows of endpoints beyond the last query: FA4 asks its mask_mod about whole tiles (of up to 192 rows) and does not read past these."""
 
@@ -56,6 +56,7 @@ class Fa4(Kernel):
         devices=frozenset({"cuda"}),
         capability=(9, 0),
     )
+    compiles_per_head_dim = True
     device_kernel_pattern = r"flash_attncute\w*flash_(fwd|bwd)"
 
     def also_refuses(self, case: Case, machine: Machine) -> str | None:
@@ -65,8 +66,8 @@ class Fa4(Kernel):
         rules = (
             (
                 sizes[0] != sizes[1] and sizes != UNEQUAL_HEAD_DIMS,
-                f"needs head_dim_v = head_dim, or {UNEQUAL_HEAD_DIMS}, not {sizes}: it reaches outside of its memory with unequal head dims "
-                "such as (24, 96), and fails to launch with (96, 192) (seen in 4.0.0b36)",
+                f"needs head_dim_v = head_dim, or {UNEQUAL_HEAD_DIMS}, not {sizes}: it reaches outside of its memory with unequal head dims"
+                " such as (24, 96), and fails to launch with (96, 192) (seen in 4.0.0b36)",
             ),
             (backward and max(sizes) > 192, "has a backward for head dims up to 192 only"),
             (backward and case.group > 1 and sizes[0] != sizes[1], "needs head_dim_v = head_dim in the backward of grouped heads"),

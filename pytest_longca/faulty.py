@@ -41,7 +41,10 @@ class Faulty(Kernel):
 
 def make_faulty(inner: Kernel, name: str, bind: Bind | Fresh) -> Kernel:
     """The kernel `inner` with a fault: a class of its own, because names and capabilities belong to classes."""
-    declared = {key: getattr(inner, key) for key in ("source", "capabilities", "deterministic", "compiles_per_shape", "is_triton")}
+    declared = {
+        key: getattr(inner, key)
+        for key in ("source", "capabilities", "deterministic", "compiles_per_shape", "compiles_per_head_dim", "is_triton")
+    }
     made: Kernel = type("Faulty", (Faulty,), {"name": f"{inner.name}_{name}", **declared})(
         inner, bind.make() if isinstance(bind, Fresh) else bind
     )

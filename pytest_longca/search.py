@@ -90,6 +90,7 @@ def _test(session: "Session", kernel: str, mask: str, example: "Callable[[Case],
         kernel=session.catalogue.kernel(kernel),
         machine=session.machine,
         dtypes=options.chosen("dtypes", session.machine.device),
+        seed=options.seed,
     )
 
     @seed(options.seed)

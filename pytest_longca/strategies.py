@@ -4,6 +4,7 @@
 def test_it(case): ...
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -39,6 +40,10 @@ COMPILED_LENGTHS = (17, 64, 129)
 """The lengths of a kernel that compiles for each shape, on a GPU: a compile takes seconds."""
 COMPILED_CASES = 4
 """How many cases such a kernel has on a mask; its examples differ in values and seed beyond them."""
+COMPILED_HEAD_DIMS = (64, 128)
+"""The head dims that a kernel always has which compiles for each, on a GPU, equal for q, k and v: those that models have."""
+MORE_HEAD_DIMS = 2
+"""How many others it has besides on a mask."""
 GROUPS = (1, 2, 3, 7, 4, 8)
 HEADS_KV = (1, 2, 3, 4)
 HEAD_DIMS = (16, 24, 32, 40, 56, 64, 72, 96, 128, 192, 256)
@@ -75,16 +80,18 @@ def cases(
     values: Sequence[Values] = tuple(Values),
     layouts: Sequence[Layout] = tuple(Layout),
     directions: Sequence[Direction] = (Direction.FWD_BWD,),
+    seed: int = 0,
 ) -> SearchStrategy[Case]:
     """Cases that the kernel supports on the machine: awkward lengths, documents, head groups, head dims, dtypes, layouts and values.
 
-    `masks` are names or classes, all built-in ones if None. With a kernel, what it cannot do is not drawn. Shrinks to few heads, short
-    sequences, contiguous normal fp32 operands. Raises InvalidArgument if nothing is left to draw.
+    `masks` are names or classes, all built-in ones if None. With a kernel, what it cannot do is not drawn; where it compiles for each head
+    dim, `seed` decides which few there are on a mask. Shrinks to few heads, short sequences, contiguous normal fp32 operands. Raises
+    InvalidArgument if nothing is left to draw.
     """
     classes = [mask_class(mask) for mask in (MASKS if masks is None else masks)]
     if max_seqlen < 1:
         raise InvalidArgument(f"max_seqlen is {max_seqlen}: it must be at least 1")
-    pools = _Pools(kernel, machine, max_seqlen, dtypes, values, layouts, directions)
+    pools = _Pools(kernel, machine, max_seqlen, dtypes, values, layouts, directions, seed)
     return _cases(classes, pools)
 
 
@@ -109,6 +116,7 @@ class _Pools:
         values: Sequence[Values],
         layouts: Sequence[Layout],
         directions: Sequence[Direction],
+        seed: int,
     ) -> None:
         can = kernel.capabilities if kernel else Capabilities(empty_sequences=True)
         self.kernel = kernel
@@ -120,17 +128,39 @@ class _Pools:
         self.dtypes = _some("dtype", [dtype for dtype in DTYPES if dtype in dtypes and dtype in can.dtypes], kernel, dtypes)
         self.head_dims = [dim for dim in HEAD_DIMS if dim in can.head_dims] or [can.head_dims[0]]
         self.groups: tuple[int, ...] = GROUPS if can.gqa else (1,)
-        self.unequal_head_dims = can.unequal_head_dims
+        self.head_dims_v = self.head_dims if can.unequal_head_dims else []
         self.shortest = 0 if can.empty_sequences else 1
         wanted = [d for d in directions if can.backward or not d.needs_backward] or [Direction.FWD]
         self.directions = wanted
         self.is_compiled = kernel is not None and kernel.compiles_per_shape and machine.device == "cuda"
+        self.has_few_codes = kernel is not None and kernel.compiles_per_head_dim and machine.device == "cuda"
+        self.seed = seed
         self.heads_kv: tuple[int, ...] = HEADS_KV
         self.batches, self.scores = 3, SCORES
         self.is_interpreted = kernel is not None and is_interpreted(kernel, machine)
         self.has_long = not (self.is_interpreted or self.is_compiled) and max_seqlen > ORDINARY_LENGTH
         if self.is_interpreted:  # its programs are counted, not their sizes
             self.groups, self.heads_kv, self.batches, self.scores = self.groups[:3], HEADS_KV[:2], 2, INTERPRETED_SCORES
+
+    def of_one_code(self, rng: Random, cls: MaskClass) -> "_Pools":
+        """The same with one of the few combinations of group, dtype and head dims that a mask has if each is compiled; else all."""
+        if not self.has_few_codes:
+            return self
+        one = copy.copy(self)
+        one.groups, one.dtypes, one.head_dims, one.head_dims_v = rng.choice(self._codes(cls))
+        return one
+
+    def _codes(self, cls: MaskClass) -> list[tuple[tuple[int, ...], list[str], list[int], list[int]]]:
+        """Pools of one group, one dtype, one head dim and at most one of v: the plainest first, the others drawn for mask and seed."""
+        rng = Random(f"{cls.name}:{self.seed}")
+        usual = [dim for dim in COMPILED_HEAD_DIMS if dim in self.head_dims]
+        others = [dim for dim in self.head_dims if dim not in usual]
+        found = []
+        for number, dim in enumerate(usual + rng.sample(others, min(MORE_HEAD_DIMS, len(others)))):
+            groups = self.groups[:1] if number == 0 else (rng.choice(self.groups),)
+            dims_v = [rng.choice(self.head_dims_v)] if self.head_dims_v and dim not in usual else []
+            found.append((groups, [self.dtypes[number % len(self.dtypes)]], [dim], dims_v))
+        return found
 
 
 def _some(what: str, left: list[Any], kernel: Kernel | None, wanted: Sequence[Any]) -> list[Any]:
@@ -163,6 +193,7 @@ def _compiled_case(number: int, cls: MaskClass, pools: _Pools) -> Case:
 
 def _any_case(rng: Random, cls: MaskClass, pools: _Pools) -> Case:
     """A case of a mask, whether the kernel supports it or not."""
+    pools = pools.of_one_code(rng, cls)
     is_long = pools.has_long and rng.randrange(ONE_IS_LONG) == ONE_IS_LONG - 1
     group, heads_kv = rng.choice(pools.groups[:2] if is_long else pools.groups), rng.choice(pools.heads_kv)
     batch = rng.randint(1, pools.batches)
@@ -182,7 +213,7 @@ def _any_case(rng: Random, cls: MaskClass, pools: _Pools) -> Case:
         heads_q=heads_kv * group,
         heads_kv=heads_kv,
         head_dim=head_dim,
-        head_dim_v=rng.choice([head_dim, *pools.head_dims]) if pools.unequal_head_dims else head_dim,
+        head_dim_v=rng.choice([head_dim, *pools.head_dims_v]) if pools.head_dims_v else head_dim,
         dtype=rng.choice(pools.dtypes),
         direction=rng.choice(pools.directions),
         scale=rng.choice(SCALES),

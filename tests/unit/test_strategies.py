@@ -152,6 +152,45 @@ def test_a_kernel_that_compiles_for_each_shape_gets_few_lengths_on_a_gpu() -> No
     assert {case.seqlen_q for case in probe_cases("causal", Compiled(), H200)} <= set(COMPILED_LENGTHS)
 
 
+class PerHeadDim(Naive):
+    name = "per_head_dim"
+    compiles_per_head_dim = True
+
+
+def codes(cases: list[Case]) -> set[tuple[object, ...]]:
+    """What such a kernel compiles for, but for the mask."""
+    return {(case.dtype, case.group, case.head_dim, case.head_dim_v) for case in cases}
+
+
+@pytest.mark.parametrize("mask", ["causal", "prefix_lm_causal", "full_document"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_kernel_that_compiles_for_each_head_dim_gets_few_on_a_gpu(mask: str, seed: int) -> None:
+    found = drawn(cases([mask], PerHeadDim(), H200, seed=seed), 210)
+    assert len(codes(found)) <= 6
+    assert {64, 128} < {case.head_dim for case in found} and len({case.head_dim for case in found}) == 4
+    assert all(case.head_dim_v == case.head_dim for case in found if case.head_dim in (64, 128))
+    assert len({case.dtype for case in found}) == 3 and len({case.group for case in found}) >= 2
+    assert len({case.seqlen_q for case in found}) > 40 and max(case.seqlen_q for case in found) > ORDINARY_LENGTH
+
+
+def test_masks_and_seeds_have_other_head_dims_and_a_cpu_has_all() -> None:
+    def of(mask: str, seed: int, machine: Machine = H200) -> frozenset[int]:
+        return frozenset(case.head_dim for case in drawn(cases([mask], PerHeadDim(), machine, seed=seed), 60))
+
+    assert len({of(mask, seed) for mask in ("full", "causal", "full_document") for seed in range(3)}) >= 6
+    assert of("causal", 5) == of("causal", 5)
+    assert len(of("causal", 0, CPU)) > 8
+
+
+def test_what_fails_with_one_of_few_head_dims_shrinks_within_them() -> None:
+    strategy = cases(["causal"], PerHeadDim(), H200, seed=3)
+    others = {case.head_dim for case in drawn(strategy)} - {64, 128}
+    case = find(strategy, lambda case: case.seqlen_q > 16, settings=settings(MANY, max_examples=2000))
+    assert (case.seqlen_q, case.head_dim, case.group, case.dtype, case.layouts) == (17, 64, 1, "fp32", (Layout.CONTIGUOUS,) * 4)
+    case = find(strategy, lambda case: case.head_dim in others and case.seqlen_q > 16, settings=settings(MANY, max_examples=2000))
+    assert (case.seqlen_q, case.batch, case.head_dim_v) == (17, 1, case.head_dim) and case.head_dim in others
+
+
 def test_an_interpreted_kernel_gets_small_cases_on_a_cpu() -> None:
     class Interpreted(Naive):
         is_triton = True
