@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from pytest_longca.backend import BackendCall
+from pytest_longca.backend import REFUSALS, BackendCall
 from pytest_longca.case import Case
 from pytest_longca.errors import DidNotRun
 from pytest_longca.inputs import TORCH_DTYPES, Inputs
@@ -31,6 +31,8 @@ from pytest_longca.packing import band_of
 
 FUSED_DTYPES = {"FLASH_ATTENTION": ("bf16", "fp16"), "EFFICIENT_ATTENTION": ("fp32", "bf16", "fp16"), "CUDNN_ATTENTION": ("bf16", "fp16")}
 """What each CUDA backend takes; the math backend takes everything."""
+FRONTEND_REFUSES = "cuDNN Frontend error"
+"""So begins what torch raises where cuDNN's frontend does not build the graph; of a graph that fails when it runs it says otherwise."""
 
 
 class Sdpa(Kernel):
@@ -63,7 +65,7 @@ class Sdpa(Kernel):
         facts = {"backend": backend.name, "mask_form": form}
         if backend is SDPBackend.FLASH_ATTENTION and inputs.q.device.type == "cpu":
             facts[SUMS_IN_DTYPE] = "gradients, block by block"
-        return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts)
+        return BackendCall(self.name, attend, inputs, case.direction.needs_backward, facts, REFUSALS, FRONTEND_REFUSES)
 
     def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
         backends = [facts["backend"]] if "backend" in facts else list(self.backends)

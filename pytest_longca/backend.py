@@ -1,4 +1,4 @@
-"""What adapters of third-party kernels share: refusals told by the type of an exception, and a call that maps them."""
+"""What adapters of third-party kernels share: refusals told by the type of an exception, else by its text, and a call that maps them."""
 
 import contextlib
 import sys
@@ -19,14 +19,18 @@ REFUSALS = ("builtins:NotImplementedError", "builtins:ValueError")
 
 
 @contextlib.contextmanager
-def refusals(kernel: str, types: tuple[str, ...] = REFUSALS) -> Iterator[None]:
-    """Turn the exceptions named by `types` ("module:name") into DidNotRun(Unsupported(...)); all others pass."""
+def refusals(kernel: str, types: tuple[str, ...] = REFUSALS, words: str | None = None) -> Iterator[None]:
+    """Turn the exceptions named by `types` ("module:name") into DidNotRun(Unsupported(...)); all others pass.
+
+    And a plain RuntimeError with these `words`, for a backend that gives its refusal no type of its own.
+    """
     try:
         yield
     except LongcaError:
         raise
     except Exception as error:
-        if not isinstance(error, _loaded(types)):
+        is_said = words is not None and type(error) is RuntimeError and words in str(error)
+        if not (is_said or isinstance(error, _loaded(types))):
             raise
         raise DidNotRun(Unsupported(f"{kernel} refused it: {type(error).__name__}: {error}")) from error
 
@@ -40,7 +44,7 @@ def _loaded(types: tuple[str, ...]) -> tuple[type[BaseException], ...]:
 class BackendCall(AutogradCall):
     """An AutogradCall of a third-party library: its refusals are outcomes, and do has a layout that it takes."""
 
-    __slots__ = ("_name", "_types")
+    __slots__ = ("_name", "_types", "_words")
 
     def __init__(
         self,
@@ -50,16 +54,17 @@ class BackendCall(AutogradCall):
         needs_backward: bool,
         facts: Mapping[str, str],
         types: tuple[str, ...] = REFUSALS,
+        words: str | None = None,
     ) -> None:
         super().__init__(function, inputs, needs_backward, **facts)
-        self._name, self._types = name, types
+        self._name, self._types, self._words = name, types, words
 
     def forward(self) -> "tuple[Tensor, Tensor | None]":
-        with refusals(self._name, self._types):
+        with refusals(self._name, self._types, self._words):
             return super().forward()
 
     def backward(self, do: "Tensor") -> "tuple[Tensor, Tensor, Tensor]":
         from pytest_longca.packing import aligned
 
-        with refusals(self._name, self._types):
+        with refusals(self._name, self._types, self._words):
             return super().backward(aligned(do))

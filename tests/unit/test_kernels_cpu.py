@@ -170,6 +170,28 @@ def test_sdpa_uses_its_causal_flag_on_squares_only_and_records_how_it_ran(mask: 
     assert call.facts == {"backend": "FLASH_ATTENTION", "mask_form": form, SUMS_IN_DTYPE: "gradients, block by block"}
 
 
+@pytest.mark.parametrize(
+    ("words", "is_refusal"),
+    [
+        ("cuDNN Frontend error: The stride for the last dimension should be 1 for output_names::O", True),
+        ("Expected mha_graph->execute(handle, variant_pack, workspace_ptr.get()).is_good() to be true, but got false.", False),
+    ],
+)
+def test_sdpa_takes_what_cudnns_frontend_says_before_it_launches_anything_for_a_refusal(
+    words: str, is_refusal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*operands: object, **options: object) -> None:
+        raise RuntimeError(words)
+
+    case = Case(mask=Full(8, 8))
+    call = kernel_named("sdpa").bind(case, make_inputs(case))
+    monkeypatch.setattr("pytest_longca.kernels.sdpa.scaled_dot_product_attention", refuse)
+    with pytest.raises(DidNotRun if is_refusal else RuntimeError) as caught:
+        call.forward()
+    assert words in str(caught.value)
+    assert isinstance(getattr(caught.value, "outcome", None), Unsupported) is is_refusal
+
+
 def test_sdpa_pins_math_where_the_cpu_flash_does_not_go() -> None:
     case = Case(mask=Full(8, 8), head_dim=16, head_dim_v=24)
     assert kernel_named("sdpa").bind(case, make_inputs(case)).facts["backend"] == "MATH"
