@@ -28,7 +28,7 @@ from pytest_longca.kernel import Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form, Mask
 from pytest_longca.outcome import Passed
-from pytest_longca.workers import COMPILE_TIMEOUT_S, Worker
+from pytest_longca.workers import Worker
 
 if TYPE_CHECKING:
     import pytest
@@ -62,7 +62,7 @@ def warm(session: "Session", items: "Sequence[pytest.Item]", reporter: Any) -> N
         served = cheapest_of_alike(found, session.catalogue.kernel)
         runs = list(served)
         num, told = num_processes(options.compile_workers, runs, session.machine), started
-        with contextlib.closing(run_all(runs, session.sources, num, options.timeout + COMPILE_TIMEOUT_S)) as answers:
+        with contextlib.closing(run_all(runs, session.sources, num, session.timeout_s)) as answers:
             for done, (run, answer) in enumerate(answers, 1):
                 now = time.monotonic()
                 _keep(session, run, served[run], answer)
@@ -173,9 +173,11 @@ def num_processes(wanted: int | None, runs: Sequence[Run], machine: Machine) -> 
 
 
 def run_all(
-    runs: Sequence[Run], sources: "Sequence[Source]", num_processes: int, timeout_s: float
+    runs: Sequence[Run], sources: "Sequence[Source]", num_processes: int, timeout_s: Callable[[str, Case], float]
 ) -> Generator[tuple[Run, dict[str, Any]], None, None]:
     """Run each in one of the processes; yields those that are done, with what `run_here` gave: nothing, if it died or hung.
+
+    `timeout_s(kernel, case)` says after how many seconds a run hangs.
 
     What fails is left to the run that counts. Close it if you leave early (an interrupt does): no process is left then, and no thread.
     """
@@ -186,8 +188,9 @@ def run_all(
 
     def run(one: Run) -> tuple[Run, dict[str, Any]]:
         worker, answer = idle.get(), dict[str, Any]()
+        request = {"op": "warm", "kernel": one.kernel, "case": one.case.id, "checks": list(one.checks)}
         with contextlib.suppress(LongcaError):
-            answer = worker.call({"op": "warm", "kernel": one.kernel, "case": one.case.id, "checks": list(one.checks)}, timeout_s)
+            answer = worker.call(request, timeout_s(one.kernel, one.case))
         idle.put(worker)
         return one, answer
 

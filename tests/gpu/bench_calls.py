@@ -260,7 +260,7 @@ def compile_ahead(bench: Bench) -> None:
     kernels = [kernel for name in CLOCK_KERNELS if (kernel := kernel_named(name)).compiles_to_disk(bench.machine)]
     cases = [(kernel, supported_case(kernel, "causal", seqlen, bench)) for seqlen in CLOCK_ROUNDS for kernel in kernels]
     runs = [Run(kernel.name, case) for kernel, case in cases if case]
-    for one, answer in run_all(runs, (), max(1, len(runs)), COMPILE_TIMEOUT_S):
+    for one, answer in run_all(runs, (), max(1, len(runs)), lambda kernel, case: COMPILE_TIMEOUT_S):
         took = f"{answer['compile_ms'] / 1e3:.0f} s" if "compile_ms" in answer else "it failed"
         say(f"compiled ahead: {one.kernel} causal {one.case.seqlen_q}: {took}")
 

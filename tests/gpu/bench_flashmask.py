@@ -315,7 +315,7 @@ def warm(bench: Bench, what: str) -> None:
 def warm_all(bench: Bench, flex: list[Case], jobs: list[str], processes: int) -> None:
     """Run the compilations in other processes, which have half of the time; what they leave is compiled when it is used."""
     half = (time.monotonic() + bench.deadline) / 2
-    for _ in run_all([Run("flex", case) for case in flex], (), processes, 120.0):
+    for _ in run_all([Run("flex", case) for case in flex], (), processes, lambda kernel, case: 120.0):
         if time.monotonic() > half:
             break
     waiting, running = list(jobs), list[subprocess.Popen[bytes]]()

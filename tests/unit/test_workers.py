@@ -174,7 +174,7 @@ def test_what_runs_ahead_may_be_stopped_at_any_moment_and_leaves_no_process(work
     case = Case(mask=Full(3, 3), heads_q=1, heads_kv=1, head_dim=8, dtype="fp32")
     runs = [Run("short", case), *itertools.repeat(Run("long", case), 20)]
     earlier = set(threading.enumerate())  # other tests, or what they import, may keep a pool of their own in this process
-    with contextlib.closing(run_all(runs, [Source("ahead_jobs", str(path))], 8, 10)) as going:
+    with contextlib.closing(run_all(runs, [Source("ahead_jobs", str(path))], 8, lambda kernel, case: 10)) as going:
         assert next(going)[0] == runs[0]
         time.sleep(time_to_start * 0.02)
         before = time.perf_counter()
