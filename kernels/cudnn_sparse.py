@@ -69,6 +69,7 @@ class CudnnSparse(Kernel):
         devices=frozenset({"cuda"}),
         capability=(9, 0),
     )
+    compiles_per_head_dim = True
     device_kernel_pattern = r"(?i)BlockSparseAttn|bsa|cutlass"
 
     def also_refuses(self, case: Case, machine: Machine) -> str | None:

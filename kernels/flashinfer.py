@@ -78,6 +78,7 @@ class FlashInfer(Kernel):
         backward=False,
         unequal_head_dims=False,
     )
+    compiles_per_head_dim = True
     deterministic = True
     device_kernel_pattern = r"PrefillWithKVCacheKernel|BatchPrefillWithPagedKVCacheKernel"
 
