@@ -38,15 +38,14 @@ def fair(item: pytest.Item, session: "Session", kernel: str, checks: Sequence[st
     others = ", ".join(name for name in verification.after if name != kernel)
     if session.options.isolate == "off":
         hint = f"{others} ran before in the same process (--longca-isolate=kernel tells whether this is their doing)"
-        return _but(found, hint) if others else found
+        return dataclasses.replace(found, decisive=(case, _but(verification, hint))) if others else found
     again = accused(session, kernel, case, session.verify_anew(kernel, case, checks))
     if _is_failure(again[1].outcome):
         return dataclasses.replace(found, decisive=again)
     if not isinstance(again[1].outcome, Passed):  # no time was left, or no memory: nothing is known
         return found
     if not others:
-        hint = f"right in a process of its own, but after other cases of {kernel} (--longca-isolate=case gives each a process)"
-        return _but(found, hint, reproducible=False)
+        return dataclasses.replace(found, decisive=(case, of_own_cases(kernel, verification)))
     own = fair(item, session, kernel, checks, judge)
     own.findings.facts["judged again"] = f"{verification.outcome}; {others} ran before in the same process"
     if own.decisive is None or isinstance(own.decisive[1].outcome, Passed):
@@ -66,6 +65,32 @@ def accused(session: "Session", kernel: str, case: "Case", verification: "Verifi
     other = parse_case(neighbour, session.catalogue.masks())
     alone = session.verify_anew(kernel, other, ("truth",))
     return (other, alone) if isinstance(alone.outcome, Wrong) else (case, verification)
+
+
+def excused(session: "Session", kernel: str, case: "Case", verification: "Verification", checks: Sequence[str]) -> "Verification | None":
+    """The verification if its failure is known: as it is, or as one of the kernel's own earlier cases, which a new process tells."""
+    if isinstance(known(session, kernel, case, verification.outcome), KnownWrong):
+        return verification
+    if set(verification.after) != {kernel} or not _is_failure(verification.outcome):
+        return None
+    own = of_own_cases(kernel, verification)
+    is_described = isinstance(known(session, kernel, case, own.outcome), KnownWrong)
+    return own if is_described and isinstance(session.verify_anew(kernel, case, checks).outcome, Passed) else None
+
+
+def outcome_after(session: "Session", kernel: str, first: "Case", case: "Case", checks: Sequence[str]) -> Outcome:
+    """What becomes of a case after another one of the same kernel, which is the first of its process."""
+    session.verify_anew(kernel, first, ("truth",))
+    verification = session.verify(kernel, case, checks)
+    if _is_failure(verification.outcome) and isinstance(session.verify_anew(kernel, case, checks).outcome, Passed):
+        return of_own_cases(kernel, verification).outcome
+    return verification.outcome
+
+
+def of_own_cases(kernel: str, verification: "Verification") -> "Verification":
+    """A failure of a case that is right in a new process, where only cases of the same kernel ran before it: it says so."""
+    hint = f"right in a process of its own, but after other cases of {kernel} (--longca-isolate=case gives each a process)"
+    return _but(verification, hint, reproducible=False)
 
 
 def known(session: "Session", kernel: str, case: "Case", outcome: Outcome) -> Outcome:
@@ -90,15 +115,13 @@ def _is_doubtful(session: "Session", kernel: str, case: "Case", verification: "V
     return not (isinstance(outcome, Wrong) and outcome.reproducible is False)
 
 
-def _but(found: Found, hint: str, **more: bool) -> Found:
-    """What was found, with a hint before its reason."""
-    assert found.decisive
-    case, verification = found.decisive
+def _but(verification: "Verification", hint: str, **more: bool) -> "Verification":
+    """A failure with a hint before its reason."""
     outcome = verification.outcome
     assert isinstance(outcome, Wrong | Crashed | TimedOut)
     changes = more if isinstance(outcome, Wrong) else {}
     said = dataclasses.replace(outcome, reason=f"{hint}: {outcome.reason}", **changes)  # type: ignore[arg-type]  # a field of Wrong alone
-    return dataclasses.replace(found, decisive=(case, dataclasses.replace(verification, outcome=said)))
+    return dataclasses.replace(verification, outcome=said)
 
 
 def _warning(kernel: str, case: "Case", outcome: Outcome, others: str) -> str:

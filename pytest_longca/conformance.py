@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, assert_never
 import pytest
 
 from pytest_longca import __version__
-from pytest_longca.blame import Found, accused, fair, known
+from pytest_longca.blame import Found, accused, excused, fair, known, outcome_after
 from pytest_longca.budget import stage_of
 from pytest_longca.checknames import select_checks
 from pytest_longca.collector import PROPERTY
@@ -84,15 +84,16 @@ def _probed(session: "Session", kernel: str, mask: str, checks: Sequence[str]) -
     from pytest_longca.strategies import probe_cases
 
     findings = Findings()
-    excused: tuple[Case, Verification] | None = None
+    first_known: tuple[Case, Verification] | None = None
     for case in probe_cases(session.catalogue.mask(mask), session.catalogue.kernel(kernel), session.machine):
         verification = session.verify(kernel, case, checks)
         findings.add(case, verification)
-        if isinstance(known(session, kernel, case, verification.outcome), KnownWrong):
-            excused = excused or (case, verification)
-        elif not isinstance(verification.outcome, Passed | Unsupported):
+        if isinstance(verification.outcome, Passed | Unsupported):
+            continue
+        if (as_known := excused(session, kernel, case, verification, checks)) is None:
             return Found((case, verification), findings)
-    return Found(excused, findings)
+        first_known = first_known or (case, as_known)
+    return Found(first_known, findings)
 
 
 def run_known_failure(item: pytest.Item, session: "Session", kernel: str, entry: "Entry | None") -> None:
@@ -104,10 +105,15 @@ def run_known_failure(item: pytest.Item, session: "Session", kernel: str, entry:
         pytest.skip("no known failure is about a kernel of this run")
     case = parse_case(entry.case, session.catalogue.masks())
     checks = select_checks(session.options.checks)
-    verification = session.verify(kernel, case, checks)
-    reason = stale(entry, verification.outcome)
-    if reason and verification.after:  # perhaps the doing of what ran before in the same process
-        reason = stale(entry, session.verify_anew(kernel, case, checks).outcome)
+    if entry.after:
+        if session.options.isolate in ("case", "off"):
+            pytest.skip(f"{entry.name} takes two cases in one process and a new one: --longca-isolate={session.options.isolate} has none")
+        reason = stale(entry, outcome_after(session, kernel, parse_case(entry.after, session.catalogue.masks()), case, checks))
+    else:
+        verification = session.verify(kernel, case, checks)
+        reason = stale(entry, verification.outcome)
+        if reason and verification.after:  # perhaps the doing of what ran before in the same process
+            reason = stale(entry, session.verify_anew(kernel, case, checks).outcome)
     outcome = Wrong(reason) if reason else KnownWrong(entry.why, entry.name)
     keep(item, Record(stage="case", kernel=kernel, mask=case.mask.name, case=case.id, outcome=outcome.to_json(), reason=str(outcome)))
     conclude(outcome, reason or "")

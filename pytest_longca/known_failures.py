@@ -63,7 +63,8 @@ class Entry:
     `versions` is a version specifier (">=2.7,<2.9") of the kernel's package; `device` is "cpu", "cuda" or a compute capability ("sm90");
     `mask` a mask's name; "*" is any. `case` is the id of the smallest case that fails; `message` a regular expression that the outcome's
     reason must contain; `only` a property of the cases that fail (CONDITIONS) or "*"; `link` the public report, where there is one.
-    An `intermittent` failure may pass without being stale.
+    An `intermittent` failure may pass without being stale. Where `after` is the id of another case, `case` fails only if that one ran
+    before in the same process: `message` then begins as `blame.of_own_cases` tells such a failure, once it was right in a new process.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Entry:
     only: str = ANY
     link: str = ""
     intermittent: bool = False
+    after: str = ""
 
     def __post_init__(self) -> None:
         try:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import FlakyFailure
 
-from pytest_longca.blame import Found, accused, fair, known
+from pytest_longca.blame import Found, accused, excused, fair
 from pytest_longca.checknames import select_checks
 from pytest_longca.conformance import Findings, end_cell
 from pytest_longca.errors import CheckFailed
-from pytest_longca.outcome import Crashed, KnownWrong, Passed, TimedOut, Unsupported, Wrong
+from pytest_longca.outcome import Crashed, Passed, TimedOut, Unsupported, Wrong
 
 if TYPE_CHECKING:
     from pytest_longca.case import Case
@@ -48,8 +48,8 @@ class Search:
         if judged is None or isinstance(judged[1].outcome, Passed | Unsupported):
             return
         blamed, verification = judged
-        if isinstance(known(self._session, self._kernel, blamed, verification.outcome), KnownWrong):
-            self.excused = self.excused or judged
+        if as_known := excused(self._session, self._kernel, blamed, verification, self._checks):
+            self.excused = self.excused or (blamed, as_known)
             return
         self.failed = judged
         raise _failure(_signature(verification))

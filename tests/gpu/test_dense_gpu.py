@@ -162,6 +162,9 @@ def try_known_failures() -> int:
     for name in KERNELS:
         kernel = load(KERNELS[name])()
         for entry in [] if kernel.missing() else due(kernel, machine):
+            if entry.after:
+                print(f"KNOWN {entry.name}: not tried, as it takes two cases and a new process: pytest --longca-kernels={name} -k known")
+                continue
             outcomes = {case.id: outcome_of(kernel, case, machine) for case in smaller(parse_case(entry.case))}
             failing = [case for case, outcome in list(outcomes.items())[1:] if entry.describes(outcome)]
             no_longer = stale(entry, next(iter(outcomes.values())))

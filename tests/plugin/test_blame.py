@@ -1,11 +1,14 @@
 """Whose fault a failure is: no kernel is accused of what another one, or an earlier case, left behind in its process."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from pytest_longca import known_failures
+from pytest_longca.known_failures import Entry
 from tests.plugin.conftest import Run
 
 KERNELS = '''
@@ -123,6 +126,44 @@ def test_what_only_earlier_cases_of_the_same_kernel_spoil_stays_a_failure_and_sa
     result.assert_outcomes(failed=1)
     hint = "right in a process of its own, but after other cases of wearing (*--longca-isolate=case*)"
     result.stdout.fnmatch_lines([f"wearing is wrong (not reproducible): {hint}: *"])
+
+
+@pytest.fixture
+def known_of_wearing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Puts an entry into the file: wearing is wrong with 16 queries after a case of so many."""
+
+    def know(first: int) -> None:
+        ids = {"case": 16, "after": first}
+        cases = {key: f"causal(seqlen_q={n},seqlen_kv={n})/b1/h2:2/d64/fp32/fwd/s0" for key, n in ids.items()}
+        message = "right in a process of its own, but after other cases of wearing .*: (out|dq): "
+        entry = Entry(name="worn", kernel="wearing", message=message, why="a cache", **cases)
+        monkeypatch.setattr(known_failures, "load", lambda: (entry,))
+
+    return know
+
+
+def test_what_earlier_cases_spoil_is_a_known_failure_if_the_file_says_so(judge: Run, known_of_wearing: Callable[[int], None]) -> None:
+    known_of_wearing(12)
+    result = judge("--longca-kernels=wearing", "-k", "probes or known", "--longca-json=records.jsonl")
+    result.assert_outcomes(xfailed=2)
+    records = [json.loads(line) for line in Path("records.jsonl").read_text().splitlines()]
+    assert [record["outcome"]["entry"] for record in records] == ["worn", "worn"]
+    assert max(record["num_examples"] or 0 for record in records) > 20, "the probes after the known failure ran too"
+
+
+def test_a_pair_of_cases_that_is_right_is_a_stale_entry(judge: Run, known_of_wearing: Callable[[int], None]) -> None:
+    known_of_wearing(13)
+    result = judge("--longca-kernels=wearing", "-k", "known")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*known failure 'worn' is stale: wearing passes its smallest case*"])
+
+
+@pytest.mark.parametrize("mode", ["case", "off"])
+def test_nothing_is_said_of_a_pair_of_cases_where_no_process_runs_both_or_none_is_new(
+    judge: Run, known_of_wearing: Callable[[int], None], mode: str
+) -> None:
+    known_of_wearing(12)
+    judge("--longca-kernels=wearing", "-k", "known", f"--longca-isolate={mode}").assert_outcomes(skipped=1)
 
 
 def test_without_other_processes_the_message_names_what_ran_before(judge: Run) -> None:

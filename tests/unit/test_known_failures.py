@@ -248,11 +248,18 @@ class _Verdicts:
     machine = H200
     catalogue = types.SimpleNamespace(kernel=lambda name: Fake())
 
-    def __init__(self, *reasons: str) -> None:
+    def __init__(self, *reasons: str, ran: tuple[str, ...] = (), alone: Outcome | None = None) -> None:
         self._reasons = list(reasons)
+        self._ran, self._alone = ran, alone
+        self.num_anew = 0
 
     def verify(self, kernel: str, case: Case, checks: object) -> Verification:
-        return Verification(Wrong(self._reasons.pop(0)))
+        return Verification(Wrong(self._reasons.pop(0)), after=self._ran)
+
+    def verify_anew(self, kernel: str, case: Case, checks: object) -> Verification:
+        assert self._alone is not None, "nothing is due in a new process"
+        self.num_anew += 1
+        return Verification(self._alone)
 
 
 def test_known_failure_does_not_end_the_search_and_another_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +272,42 @@ def test_known_failure_does_not_end_the_search_and_another_one_does(monkeypatch:
     assert search.failed is not None and search.excused[0] == CASE
 
 
+OWN_CASES = "right in a process of its own, but after other cases of"
+SECOND = {"after": Case(mask=Causal(5, 9), dtype="bf16").id, "message": f"{OWN_CASES} fake .*dk: "}
+
+
+def test_a_failure_that_comes_of_the_kernels_earlier_cases_is_known_if_the_case_is_right_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_failures, "load", lambda: (entry(**SECOND),))
+    session = _Verdicts(WRONG.reason, ran=("fake",), alone=Passed())
+    search = Search(session, "fake")  # type: ignore[arg-type]  # as above
+    search.example(CASE)
+    assert search.failed is None and search.excused is not None and session.num_anew == 1
+    outcome = search.excused[1].outcome
+    assert isinstance(outcome, Wrong) and outcome.reproducible is False
+    known = find(Fake(), CASE, H200, outcome)
+    assert known is not None and known.name == "fake-dk"
+
+
+@pytest.mark.parametrize(
+    ("reason", "ran", "alone"),
+    [
+        (WRONG.reason, ("fake",), Wrong("truth: dk: 2 times its limit")),
+        (WRONG.reason, ("naive", "fake"), None),
+        (WRONG.reason, (), None),
+        ("truth: dv: 5 times its limit", ("fake",), None),
+    ],
+    ids=["wrong alone", "after another kernel", "after nothing", "another tensor"],
+)
+def test_such_an_entry_excuses_nothing_else_and_costs_no_process(
+    reason: str, ran: tuple[str, ...], alone: Outcome | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_failures, "load", lambda: (entry(**SECOND),))
+    search = Search(_Verdicts(reason, ran=ran, alone=alone), "fake")  # type: ignore[arg-type]  # as above
+    with pytest.raises(CheckFailed):
+        search.example(CASE)
+    assert search.excused is None
+
+
 def test_unknown_condition_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="did you mean 'rows without keys'"):
         entry(only="rows without key")
@@ -275,3 +318,5 @@ def test_shipped_entries_are_about_kernels_and_cases_that_exist() -> None:
         assert known.kernel in KERNELS, known.name
         assert known.mask in (ANY, *MASKS), known.name
         assert known.concerns(parse_case(known.case)), known.name
+        assert not known.after or known.concerns(parse_case(known.after)), known.name
+        assert bool(known.after) == known.message.startswith(f"{OWN_CASES} {known.kernel} "), known.name
