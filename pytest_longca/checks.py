@@ -12,7 +12,7 @@ from pytest_longca.checknames import CHECK_INFO, DEFAULT, select_checks
 from pytest_longca.errors import DidNotRun
 from pytest_longca.kernel import Kernel
 from pytest_longca.machine import Machine
-from pytest_longca.outcome import NotVerified, Outcome, OutOfMemory, Passed, Unsupported, Wrong, outcome_from_json
+from pytest_longca.outcome import NotVerified, Outcome, Passed, Unsupported, Wrong, outcome_from_json
 from pytest_longca.subject import Finding, Malformed, Subject
 
 
@@ -125,8 +125,8 @@ def _run(name: str, subject: Subject, findings: list[Finding]) -> Outcome | None
             subject.facts[f"{name} skipped"] = error.outcome.reason
             return None
         return error.outcome
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        return OutOfMemory(f"check {name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+    except (torch.OutOfMemoryError, MemoryError) as error:  # ours: the kernel's own is told by a DidNotRun
+        return NotVerified(f"check {name} had no memory left: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
     return None
 
 

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from pytest_longca import catalogue
 from pytest_longca.case import Case, Direction
+from pytest_longca.cells import least_bytes
 from pytest_longca.checks import verify
 from pytest_longca.conformance import commit, versions
 from pytest_longca.device_kernels import device_kernels, silent_fallback
@@ -39,7 +40,7 @@ from pytest_longca.inputs import Inputs, make_inputs
 from pytest_longca.jobs import find_machine
 from pytest_longca.kernel import Call, Kernel
 from pytest_longca.machine import Machine
-from pytest_longca.outcome import Passed, Wrong
+from pytest_longca.outcome import NotVerified, Passed, Wrong
 from pytest_longca.report.record import Record, shape_of
 from pytest_longca.timing import CLOCKS, Effort, interleave
 
@@ -55,6 +56,8 @@ SDPA_MASKS = ("full", "causal")
 """Elsewhere SDPA would need a dense mask of seqlen^2, which is no comparison."""
 SLOW_TO_START = "cudnn_flex"
 """Compiles for half a minute in every process, whatever the mask, and keeps nothing on disk: done while the others verify."""
+MEMORY_FACTOR = 10
+"""Judging a case takes up to so many times its operands and results: 40 GiB at 32K with 64:64 heads, nearly all of it the reference's."""
 CHECK_SHARE = 0.45
 """How much of the time the verification may take."""
 TILE, TILE_LIMIT = 128, 0.05
@@ -137,9 +140,20 @@ def tell(line: dict[str, Any]) -> None:
 
 
 def check_all(args: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
-    """The verdicts of all masks, from one process each, and another one where one died."""
-    with ThreadPoolExecutor(args.processes) as pool:
+    """The verdicts of all masks, from one process each, and another one where one died; no more at once than the device has memory for."""
+    with ThreadPoolExecutor(num_processes(args, find_machine())) as pool:
         return [line for lines in pool.map(lambda mask: list(check_in_processes(args, mask, deadline)), args.masks) for line in lines]
+
+
+def num_processes(args: argparse.Namespace, machine: Machine) -> int:
+    """How many processes check at once: as many as were asked for, if the longest case that they judge fits the device so often."""
+    each = MEMORY_FACTOR * least_bytes(sizes_of(args).case("full", max(args.check_seqlens)))
+    return max(1, min(args.processes, machine.memory_bytes // each)) if machine.memory_bytes else int(args.processes)
+
+
+def sizes_of(args: argparse.Namespace) -> Sizes:
+    heads_q, heads_kv = map(int, args.heads.split(":"))
+    return Sizes(heads_q, heads_kv, args.head_dim)
 
 
 def check_in_processes(args: argparse.Namespace, mask: str, deadline: float) -> Iterator[dict[str, Any]]:
@@ -186,8 +200,8 @@ class Bench:
         return time.monotonic() > self.deadline
 
     def verdict(self, kernel: str, mask: str, seqlen: int) -> dict[str, Any] | None:
-        """The verdict on this length, else on another one; None if there is none or one is bad."""
-        mine = [v for v in self.verdicts if (v["kernel"], v["mask"]) == (kernel, mask)]
+        """The verdict on this length, else on another one that was verified; None if there is none or one is bad."""
+        mine = [v for v in self.verdicts if (v["kernel"], v["mask"]) == (kernel, mask) and v["kind"] != NotVerified.kind]
         if any(v["kind"] != "passed" for v in mine):
             return None
         return next((v for v in mine if v["seqlen"] == seqlen), mine[0] if mine else None)
@@ -358,8 +372,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> int:
     args, began = parsed(), time.monotonic()
-    heads_q, heads_kv = map(int, args.heads.split(":"))
-    sizes = Sizes(heads_q, heads_kv, args.head_dim)
+    sizes = sizes_of(args)
     if args.check:
         check_mask(args.check, args.kernels, args.seqlens, args.check_seqlens, sizes)
         return 0
@@ -380,7 +393,10 @@ def main() -> int:
         if args.calls and seqlen == args.seqlens[0]:
             bench_calls.run([name for name in args.kernels if name in bench_calls.BARE], args.calls, args.figures)
     conclude(bench, args.kernels, args.masks, args.seqlens)
-    bad = [v for v in bench.verdicts if v["kind"] != "passed"]
+    bad = [v for v in bench.verdicts if v["kind"] not in ("passed", NotVerified.kind)]
+    for verdict in bench.verdicts:
+        if verdict["kind"] == NotVerified.kind:
+            say(f"NOT VERIFIED {verdict['kernel']} {verdict['mask']} {verdict['seqlen']}: {verdict['text'][:120]}")
     for verdict in bad:
         say(f"BAD {verdict['kernel']} {verdict['mask']} {verdict['seqlen']}: {verdict['text'][:300]}")
     say(f"{bench.machine.name}, torch {torch.__version__}, {time.monotonic() - began:.0f} s{', out of time' if bench.late else ''}")

@@ -129,6 +129,16 @@ def test_what_a_kernel_declares_that_it_cannot_do_is_not_run() -> None:
     assert verify(Picky(raising(AssertionError("ran"))), CASE, CPU).outcome == Unsupported("never")
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), MemoryError("9 GiB")])
+def test_a_reference_that_has_no_memory_is_no_verdict_on_the_kernel(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("pytest_longca.truth.cached_reference", no_memory)
+    outcome = verify(Naive(), CASE, CPU, ["truth"]).outcome
+    assert outcome == NotVerified(f"check truth had no memory left: {error}")
+
+
 def test_a_refusal_of_a_stranger_layout_is_a_fact_and_no_failure() -> None:
     class Dense(Naive):
         def bind(self, case: Case, inputs: Inputs) -> AutogradCall:
