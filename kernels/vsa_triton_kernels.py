@@ -6,7 +6,7 @@ selects or is selected by. Nothing is summed across programs, so results are the
 
 Words used in all three: `own` is the side of the program's tile, `other` the side of the list. A list has its full tiles first, then its
 short ones, each walked in a loop of its own: only the second masks tokens. FULL_OWN and FULL_OTHER say that tiles are never short; PAD_D
-and PAD_V say that the head dimension is smaller than its power of two. With TMA tiles that need no mask are read through tensor
+and PAD_V say that the head dimension is smaller than the tile's width. With TMA tiles that need no mask are read through tensor
 descriptors over `[rows, stride of a token]`, else through pointers: x_tiles is what they are read through, x the tensor.
 """
 

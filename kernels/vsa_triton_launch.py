@@ -45,10 +45,11 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, plan: "Plan", scale: float) 
     out = torch.empty(batch, seqlen_q, heads_q, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads_q, seqlen_q, dtype=torch.float32, device=q.device)
     side, config = plan.forward, plan.configs.forward
+    widths = tile_widths(q.shape[-1], v.shape[-1])
     tma, readers = _readers(config, config.block_n, k, v)
     vsa_triton_forward[side.num_tiles, batch * heads_q](
         q, v, *readers, out, lse, *_side(side), heads_q, heads_q // k.shape[2], seqlen_q, scale * LOG2E,
-        *_strides(q, k, v, out), **_shapes(q, v, side, config), TMA=tma, IN_REGISTERS=_in_registers(q, v, config),
+        *_strides(q, k, v, out), **_shapes(q, v, side, config, widths), TMA=tma, IN_REGISTERS=_in_registers(widths, config),
     )  # fmt: skip
     return out, lse
 
@@ -61,6 +62,7 @@ def launch_backward(
     batch, seqlen_q, heads_q, _ = q.shape
     heads_kv = k.shape[2]
     sizes = (heads_q // heads_kv, seqlen_q, scale * LOG2E, scale)
+    widths = tile_widths(q.shape[-1], v.shape[-1])
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
 
@@ -68,14 +70,14 @@ def launch_backward(
     tma, readers = _readers(config, config.block_n, k, v)
     vsa_triton_dq[side.num_tiles, batch * heads_q](
         q, k, v, *readers, out, lse, do, delta, dq, *_side(side), heads_q, *sizes,
-        *_strides(q, k, v, out, do, dq), **_shapes(q, v, side, config), TMA=tma, IN_REGISTERS=_in_registers(q, v, config),
+        *_strides(q, k, v, out, do, dq), **_shapes(q, v, side, config, widths), TMA=tma, IN_REGISTERS=_in_registers(widths, config),
     )  # fmt: skip
 
     side, config = plan.dkdv, plan.configs.dkdv
     tma, readers = _readers(config, config.block_m, q, do)
     vsa_triton_dkdv[side.num_tiles, batch * heads_kv](
         q, k, v, *readers, lse, do, delta, dk, dv, *_side(side, side.lists.part), heads_kv, *sizes,
-        *_strides(q, k, v, do, dk, dv), **_shapes(q, v, side, config), TMA=tma, GROUPED=side.lists.part is not None,
+        *_strides(q, k, v, do, dk, dv), **_shapes(q, v, side, config, widths), TMA=tma, GROUPED=side.lists.part is not None,
         EARLY=config.early,
     )  # fmt: skip
     return dq, dk, dv
@@ -87,9 +89,10 @@ def _side(side: "Side", *part: Tensor | None) -> tuple[Any, ...]:
     return *pointers, side.num_tiles, side.num_blocks, int(side.map_heads > 1)
 
 
-def _shapes(q: Tensor, v: Tensor, side: "Side", config: "Config") -> dict[str, Any]:
+def _shapes(q: Tensor, v: Tensor, side: "Side", config: "Config", widths: tuple[int, int]) -> dict[str, Any]:
+    """What the kernels are compiled for; `widths` are the columns of a tile of keys and of values."""
     d, dv = q.shape[-1], v.shape[-1]
-    padded, padded_v = _padded(d), _padded(dv)
+    padded, padded_v = widths
     return {
         "D": d, "DV": dv, "HEAD_DIM": padded, "HEAD_DIM_V": padded_v, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "FULL_OWN": side.full_own, "FULL_OTHER": side.lists.stop is None, "PAD_D": padded != d, "PAD_V": padded_v != dv,
@@ -97,12 +100,20 @@ def _shapes(q: Tensor, v: Tensor, side: "Side", config: "Config") -> dict[str, A
     }  # fmt: skip
 
 
-def _in_registers(q: Tensor, v: Tensor, config: "Config") -> bool:
-    return all(config.keeps_in_registers(_padded(x.shape[-1])) for x in (q, v))
+def tile_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Columns of a tile of keys and of a tile of values: powers of two, and the narrower as wide as the other, up to 64.
+
+    The order of a tile in shared memory goes by its width, up to 64 columns. Where elements are loaded one by one, as under strides of no
+    multiple of 16, tiles take each other's place. If their orders differ, ptxas (12.8, which Triton 3.6 brings along; not 12.9) may
+    never write the register from which it makes the address of the second order: results are garbage, or the access is illegal.
+    """
+    width, width_v = (max(16, int(triton.next_power_of_2(dim))) for dim in (head_dim, head_dim_v))
+    least = min(64, max(width, width_v))
+    return max(width, least), max(width_v, least)
 
 
-def _padded(dim: int) -> int:
-    return max(16, int(triton.next_power_of_2(dim)))
+def _in_registers(widths: tuple[int, int], config: "Config") -> bool:
+    return all(config.keeps_in_registers(width) for width in widths)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:

@@ -141,6 +141,24 @@ def test_operands_as_wide_as_a_tile_of_keys_stay_in_shared_memory() -> None:
     assert not Config(64, 64).keeps_in_registers(128)
 
 
+@pytest.mark.parametrize(
+    ("dims", "widths"),
+    [
+        ((40, 24), (64, 64)),
+        ((24, 8), (32, 32)),
+        ((72, 24), (128, 64)),
+        ((128, 64), (128, 64)),
+        ((24, 40), (64, 64)),
+        ((8, 128), (64, 128)),
+        ((1, 1), (16, 16)),
+    ],
+)
+def test_keys_and_values_have_one_order_in_shared_memory(dims: tuple[int, int], widths: tuple[int, int]) -> None:
+    from pytest_longca.kernels.vsa_triton_launch import tile_widths
+
+    assert tile_widths(*dims) == widths
+
+
 @pytest.mark.parametrize(("layout", "heads_kv"), [(Layout.CONTIGUOUS, 1), (Layout.BHSD, 2), (Layout.FUSED, 2), (Layout.EXPANDED, 1)])
 @pytest.mark.parametrize("uniform", [True, False])
 def test_descriptors_and_register_operands_give_what_pointers_give(
