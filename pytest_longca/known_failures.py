@@ -14,10 +14,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pytest_longca.case import Case, Layout
+import torch
+
+from pytest_longca import blocks
+from pytest_longca.case import Case, Layout, Values
 from pytest_longca.errors import InvalidArgument, unknown_name
 from pytest_longca.kernel import Kernel
 from pytest_longca.machine import Machine
+from pytest_longca.mask import Form
 from pytest_longca.outcome import Crashed, Outcome, Passed, Wrong
 
 
@@ -45,11 +49,27 @@ def has_gaps_between_queries(case: Case) -> bool:
     return case.layouts[0] in (Layout.FUSED, Layout.PADDED)
 
 
+def reads_many_key_blocks(case: Case) -> bool:
+    """Whether a query of a block mask reads more than 40 blocks of 64 keys: a longer block counts as several, a shorter one as one."""
+    if Form.BLOCK_MAP not in case.mask.forms:
+        return False
+    sparse = blocks.of(case.mask)
+    pieces = (torch.tensor(sparse.sizes_kv()) + 63) // 64
+    return any(int((selected * pieces).sum(-1).max()) > 40 for selected in sparse.expand())
+
+
+def has_scores_far_from_zero(case: Case) -> bool:
+    """Whether scores are so large (near -60000) that one rounding to bf16 shifts them by tens."""
+    return case.values is Values.SENTINEL
+
+
 CONDITIONS: dict[str, Callable[[Case], bool]] = {
     "rows without keys": has_rows_without_keys,
     "head dims of an odd number of 16s": has_half_padded_head_dims,
     "keys that end in half a tile of 128": ends_in_half_a_tile,
     "queries with gaps between them": has_gaps_between_queries,
+    "rows of more than 40 blocks of 64 keys": reads_many_key_blocks,
+    "scores near -60000": has_scores_far_from_zero,
 }
 """What an entry's `only` may name."""
 FILE = Path(__file__).with_name("known_failures.toml")

@@ -7,7 +7,7 @@ import pytest
 
 from pytest_longca import known_failures
 from pytest_longca.block_map import ExplicitMap
-from pytest_longca.case import Case
+from pytest_longca.case import Case, Values
 from pytest_longca.catalogue import KERNELS, MASKS
 from pytest_longca.catalogue import load as load_kernel
 from pytest_longca.checks import Verification
@@ -24,7 +24,9 @@ from pytest_longca.known_failures import (
     has_gaps_between_queries,
     has_half_padded_head_dims,
     has_rows_without_keys,
+    has_scores_far_from_zero,
     load,
+    reads_many_key_blocks,
     stale,
 )
 from pytest_longca.machine import CPU, H200, Machine
@@ -200,6 +202,54 @@ def test_queries_with_gaps_between_them(layout: str, gaps: bool) -> None:
 )
 def test_keys_that_end_in_half_a_tile(mask: Mask, ends: bool) -> None:
     assert ends_in_half_a_tile(Case(mask=mask)) is ends
+
+
+@pytest.mark.parametrize(
+    ("mask", "many"),
+    [
+        (UniformBlock(2, 41, 1, ExplicitMap.of([[[True] * 41, [False] * 41]])), True),
+        (UniformBlock(2, 41, 1, ExplicitMap.of([[[True] * 40 + [False], [False] + [True] * 40]])), False),
+        (UniformBlock(65, 21 * 65, 65, ExplicitMap.of([[[False] * 21], [[True] * 21]])), True),
+        (UniformBlock(64, 40 * 64, 64, ExplicitMap.of([[[True] * 40]])), False),
+        (Full(64, 64 * 64), False),
+    ],
+    ids=["41 of 1", "40 of 1 in each row", "21 of 65 in the second head", "40 of 64", "no blocks"],
+)
+def test_rows_of_many_key_blocks(mask: Mask, many: bool) -> None:
+    assert reads_many_key_blocks(Case(mask=mask, heads_q=2, heads_kv=2)) is many
+
+
+def test_scores_far_from_zero() -> None:
+    far = [values for values in Values if has_scores_far_from_zero(Case(mask=Full(1, 1), values=values))]
+    assert far == [Values.SENTINEL]
+
+
+ONE_KEY = "uniform_block(seqlen_q=1,seqlen_kv={keys},block_size=1,block_map=topk:1.0:h1:g1:s0)/b1/h1:1/d64/bf16/fwd_bwd/s1/in={values}"
+PLACE = "batch 0, head 0, row 0 (16-row tile 0, 128-row tile 0)"
+DRIFTED = f"truth: lse: {PLACE} error 0.000371 is 1.06 times its limit 0.000348; 1 of 1 rows are beyond their limits, in rows 0 to 0"
+GARBAGE = f"truth: dv: {PLACE} error 1.55e+19 is 4.27e+19 times its limit 0.364; all of it is 2.775e+18 times what it should be"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "keys", "values", "reason", "name"),
+    [
+        ("vsa", 255, "peaked", DRIFTED, "vsa-lse-drift"),
+        ("vsa", 255, "peaked", DRIFTED.replace("lse", "dk"), "vsa-lse-drift"),
+        ("vsa", 40, "peaked", DRIFTED, None),
+        ("vsa", 255, "peaked", DRIFTED.replace("lse", "out"), None),
+        ("vsa", 255, "peaked", DRIFTED.replace("1.06", "106"), None),
+        ("vsa_fastvideo_triton", 1, "sentinel", GARBAGE, "fastvideo-triton-rounded-keys-far-from-zero"),
+        ("vsa_fastvideo_triton", 1, "sentinel", GARBAGE.replace("dv", "out"), None),
+        ("vsa_fastvideo_triton", 1, "low", GARBAGE, None),
+    ],
+)
+def test_what_is_excused_of_fastvideos_kernels(
+    kernel: str, keys: int, values: str, reason: str, name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_kernel(KERNELS[kernel])()
+    monkeypatch.setattr(type(loaded), "version", lambda self: "0.3.2")
+    found = find(loaded, parse_case(ONE_KEY.format(keys=keys, values=values)), H200, Wrong(reason))
+    assert (found.name if found else None) == name
 
 
 def test_entry_is_only_about_cases_with_its_property() -> None:
