@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pytest_longca.kernels.tile_widths import tile_widths
 from pytest_longca.kernels.vsa_triton_kernels import vsa_triton_dkdv, vsa_triton_dq, vsa_triton_forward
 
 if TYPE_CHECKING:
@@ -98,18 +98,6 @@ def _shapes(q: Tensor, v: Tensor, side: "Side", config: "Config", widths: tuple[
         "FULL_OWN": side.full_own, "FULL_OTHER": side.lists.stop is None, "PAD_D": padded != d, "PAD_V": padded_v != dv,
         "num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.max_registers,
     }  # fmt: skip
-
-
-def tile_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Columns of a tile of keys and of a tile of values: powers of two, and the narrower as wide as the other, up to 64.
-
-    The order of a tile in shared memory goes by its width, up to 64 columns. Where elements are loaded one by one, as under strides of no
-    multiple of 16, tiles take each other's place. If their orders differ, ptxas (12.8, which Triton 3.6 brings along; not 12.9) may
-    never write the register from which it makes the address of the second order: results are garbage, or the access is illegal.
-    """
-    width, width_v = (max(16, int(triton.next_power_of_2(dim))) for dim in (head_dim, head_dim_v))
-    least = min(64, max(width, width_v))
-    return max(width, least), max(width_v, least)
 
 
 def _in_registers(widths: tuple[int, int], config: "Config") -> bool:

@@ -11,6 +11,7 @@ from pytest_longca.case import Case, Direction, Layout, Values
 from pytest_longca.checks import verify
 from pytest_longca.inputs import Inputs, make_inputs
 from pytest_longca.kernels import vsa_triton
+from pytest_longca.kernels.tile_widths import tile_widths
 from pytest_longca.kernels.vsa_triton import CONFIGS, INTERPRETED, Config, Configs, VsaTriton, make_plan
 from pytest_longca.machine import CPU, H200, Machine
 from pytest_longca.mask import Mask
@@ -154,8 +155,6 @@ def test_operands_as_wide_as_a_tile_of_keys_stay_in_shared_memory() -> None:
     ],
 )
 def test_keys_and_values_have_one_order_in_shared_memory(dims: tuple[int, int], widths: tuple[int, int]) -> None:
-    from pytest_longca.kernels.vsa_triton_launch import tile_widths
-
     assert tile_widths(*dims) == widths
 
 
