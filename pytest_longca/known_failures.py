@@ -49,6 +49,11 @@ def has_gaps_between_queries(case: Case) -> bool:
     return case.layouts[0] in (Layout.FUSED, Layout.PADDED)
 
 
+def has_do_of_another_layout(case: Case) -> bool:
+    """Whether do does not lie in memory as a tensor of its own does."""
+    return case.layouts[3] not in (Layout.CONTIGUOUS, Layout.OFFSET)
+
+
 def reads_many_key_blocks(case: Case) -> bool:
     """Whether a query of a block mask reads more than 40 blocks of 64 keys: a longer block counts as several, a shorter one as one."""
     if Form.BLOCK_MAP not in case.mask.forms:
@@ -68,6 +73,7 @@ CONDITIONS: dict[str, Callable[[Case], bool]] = {
     "head dims of an odd number of 16s": has_half_padded_head_dims,
     "keys that end in half a tile of 128": ends_in_half_a_tile,
     "queries with gaps between them": has_gaps_between_queries,
+    "do of another layout": has_do_of_another_layout,
     "rows of more than 40 blocks of 64 keys": reads_many_key_blocks,
     "scores near -60000": has_scores_far_from_zero,
 }
