@@ -14,13 +14,16 @@ from pytest_longca.kernel import Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.outcome import NotVerified, Outcome, Passed, Unsupported, Wrong, outcome_from_json
 from pytest_longca.subject import Finding, Malformed, Subject
+from pytest_longca.together import TOGETHER, Together
+
+Look = Callable[[Subject], list[Finding]]
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """A named judgement: `applies` says whether it has anything to say about a subject, `run` gives what is wrong."""
 
-    run: Callable[[Subject], list[Finding]]
+    run: Look
     applies: Callable[[Subject], bool]
 
 
@@ -95,27 +98,31 @@ def verify(kernel: Kernel, case: Case, machine: Machine, checks: Sequence[str] =
     if refusal is not None:
         return Verification(refusal)
     subject = Subject(kernel, case, machine)
+    together = Together(subject) if set(names) >= TOGETHER else None
     findings: list[Finding] = []
     ran: list[str] = []
     stopped: Outcome | None = None
     for name in names:
         if CHECKS[name].applies(subject):
             ran.append(name)
-            stopped = _run(name, subject, findings)
+            look = CHECKS[name].run
+            stopped = _run(name, together.unless_quiet(look) if together and name in TOGETHER else look, subject, findings)
             if stopped is not None:
                 break
+    if together and not findings and not stopped:
+        findings += together.found or []  # what no check finds in its circumstance alone
     findings.sort(key=lambda finding: finding.check != "guard")  # who writes to the operands spoils what all other checks see
     outcome = stopped or (Passed() if ran else NotVerified("none of the checks has anything to say about this case"))
     if findings:
-        outcome = Wrong(_reason(findings), _repeats(findings[0].check, Subject(kernel, case, machine)))
+        outcome = Wrong(_reason(findings), _repeats(findings[0].check, Subject(kernel, case, machine), together is not None))
     worst = {} if "truth" not in ran or stopped else _worst(subject)
     return Verification(outcome, findings, worst, tuple(ran), dict(subject.facts))
 
 
-def _run(name: str, subject: Subject, findings: list[Finding]) -> Outcome | None:
-    """Run one check; its findings are appended. The outcome that ends the case early, if any."""
+def _run(name: str, look: Look, subject: Subject, findings: list[Finding]) -> Outcome | None:
+    """Run one check by its name and what it does; its findings are appended. The outcome that ends the case early, if any."""
     try:
-        findings += CHECKS[name].run(subject)
+        findings += look(subject)
     except Malformed as error:
         findings.append(Finding(name, error.tensor, error.message))
         return Wrong(error.message)
@@ -130,10 +137,13 @@ def _run(name: str, subject: Subject, findings: list[Finding]) -> Outcome | None
     return None
 
 
-def _repeats(check: str, subject: Subject) -> bool:
+def _repeats(check: str, subject: Subject, is_together: bool) -> bool:
     """Whether the check finds something again in a new start; a state that outlived the first start may spoil the clean result itself."""
     again: list[Finding] = []
-    return any(_run(name, subject, again) is not None or bool(again) for name in dict.fromkeys((check, "truth")))
+    looks = [(name, CHECKS[name].run) for name in dict.fromkeys((check, "truth"))]
+    if is_together:
+        looks.append((check, lambda subject: Together(subject).found or []))
+    return any(_run(name, look, subject, again) is not None or bool(again) for name, look in looks)
 
 
 def _reason(findings: list[Finding]) -> str:

@@ -1,5 +1,6 @@
 """P3, P4, P6, P7, P9, P12: the same question in hostile circumstances (poisoned memory, odd layouts, again, in between others)."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
@@ -42,7 +43,7 @@ def poison(subject: Subject) -> list[Finding]:
     """P3: NaN, then huge finite values, after the last token, around the operands and in recycled memory: the truth stays the same."""
     subject.result  # noqa: B018  # first, in clean memory
     findings = []
-    poisons = ((float("nan"), "NaN"), (_huge(subject.case), "huge values"))
+    poisons = ((float("nan"), "NaN"), (huge(subject.case), "huge values"))
     for value, name in poisons[:1] if subject.is_slow else poisons:
         soil_recycled_memory(subject, value)
         surrounded = [Surrounded(getattr(subject.inputs, operand), value, padded=True) for operand in OPERANDS]
@@ -53,7 +54,8 @@ def poison(subject: Subject) -> list[Finding]:
     return findings
 
 
-def _huge(case: Case) -> float:
+def huge(case: Case) -> float:
+    """A value that shows wherever it counts."""
     return float(torch.finfo(TORCH_DTYPES[case.dtype]).max) / 2
 
 
@@ -68,13 +70,15 @@ def soil_recycled_memory(subject: Subject, value: float) -> None:
 
 
 class Surrounded:
-    """An operand's copy inside a larger buffer of one value; `view` is the operand, `damage` what happened around it."""
+    """An operand's copy inside a larger buffer of a value, or of two in turns; `view` is the operand, `damage` what happened around it."""
 
-    def __init__(self, operand: Tensor, value: float, padded: bool = False) -> None:
+    def __init__(self, operand: Tensor, value: float, padded: bool = False, in_turns_with: float | None = None) -> None:
         batch, seqlen, heads, width = operand.shape
         band = BAND_BYTES // operand.element_size()
         tokens = seqlen + (PADDING_TOKENS if padded else 0)
         self.buffer = torch.full((2 * band + batch * tokens * heads * width,), value, dtype=operand.dtype, device=operand.device)
+        if in_turns_with is not None:
+            self.buffer[1::2] = in_turns_with
         inner = self.buffer[band : band + batch * tokens * heads * width].view(batch, tokens, heads, width)
         self.view = inner[:, :seqlen]
         self.view.copy_(operand)
@@ -82,6 +86,8 @@ class Surrounded:
 
     def damage(self) -> tuple[str, int] | None:
         """Where the kernel wrote, and to how many elements: "of the operand" or "outside the operand"; None if nowhere."""
+        if torch.equal(self.buffer, self._before):
+            return None
         changed = ~((self.buffer == self._before) | (self.buffer.isnan() & self._before.isnan()))
         if not bool(changed.any()):
             return None
@@ -97,10 +103,21 @@ def guard(subject: Subject) -> list[Finding]:
     """
     subject.result  # noqa: B018  # first: what is drawn once, to compile or to tune, is drawn there
     surrounded = {name: Surrounded(getattr(subject.inputs, name), 1.0) for name in OPERANDS}
-    devices = [torch.cuda.current_device()] if subject.machine.device == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.rand((), device=subject.machine.device)  # a generator that somebody has just seeded would not show another seeding
+    with generators_moved_on(subject):
         subject.run(subject.case, Inputs(**{name: operand.view for name, operand in surrounded.items()}))
+    return damages(surrounded) + global_changes(subject)
+
+
+@contextlib.contextmanager
+def generators_moved_on(subject: Subject) -> Iterator[None]:
+    """Inside, the global random generators have just been drawn from: one that somebody has just seeded would not show another seeding."""
+    with torch.random.fork_rng([torch.cuda.current_device()] if subject.machine.device == "cuda" else []):
+        torch.rand((), device=subject.machine.device)
+        yield
+
+
+def damages(surrounded: dict[str, Surrounded]) -> list[Finding]:
+    """What the kernel wrote to the operands, by name, and around them."""
     findings = []
     for name, operand in surrounded.items():
         if (damage := operand.damage()) is not None:
@@ -108,10 +125,10 @@ def guard(subject: Subject) -> list[Finding]:
             findings.append(
                 Finding("guard", name, f"the call wrote to {number} elements {where} {name}: operands and their surroundings are read-only")
             )
-    return findings + _global_changes(subject)
+    return findings
 
 
-def _global_changes(subject: Subject) -> list[Finding]:
+def global_changes(subject: Subject) -> list[Finding]:
     """What the kernel changed for everything else in the process; it was put back."""
     findings = []
     if changed := CHANGED.get(subject.kernel.name):
@@ -157,14 +174,14 @@ def repeat(subject: Subject, calls: int = 4) -> list[Finding]:
     findings: list[Finding] = []
     for number in range(2, 3 if subject.is_slow else calls + 2):
         result = subject.run_twice() if number % 2 else subject.run(subject.case, subject.inputs)
-        findings += _unequal(subject, "repeat", result, number) if subject.kernel.deterministic else []
+        findings += unequal(subject, "repeat", result, number) if subject.kernel.deterministic else []
         findings += subject.findings("repeat", result, f"in call {number}, not in the first")
         if findings:
             break
     return findings
 
 
-def _unequal(subject: Subject, check: str, result: Result, number: int) -> list[Finding]:
+def unequal(subject: Subject, check: str, result: Result, number: int) -> list[Finding]:
     """Findings for each tensor whose bits differ from the first call's."""
     findings = []
     for name in TENSORS:
@@ -190,7 +207,7 @@ def stress(subject: Subject) -> list[Finding]:
     for number in range(2, 22):
         torch.mm(noise, noise)
         result = subject.run(subject.case, subject.inputs)
-        findings += _unequal(subject, "stress", result, number) if subject.kernel.deterministic else []
+        findings += unequal(subject, "stress", result, number) if subject.kernel.deterministic else []
         findings += subject.findings("stress", result, f"in call {number} of 21, behind a busy producer")
         if findings:
             break
@@ -215,47 +232,59 @@ def state(subject: Subject) -> list[Finding]:
     """
     if not subject.is_right:  # the first call comes before any other case
         return []
-    other = next((subject.other(case) for case in neighbours(subject.case) if subject.supports(case)), None)
+    other = first_neighbour(subject)
     if other is None:
         return []
     again, foreign = run_interleaved(subject, other)
-    circumstance = f"with another case ({_named(other.case)}) in between"
+    circumstance = f"with another case ({named(other.case)}) in between"
     findings = subject.findings("state", again, circumstance)
-    findings += _of_neighbour(other, foreign)
+    findings += of_neighbour(other, foreign)
     if not findings:
-        findings += subject.findings("state", subject.run(subject.case, subject.inputs), f"after another case ({_named(other.case)})")
+        findings += subject.findings("state", subject.run(subject.case, subject.inputs), f"after another case ({named(other.case)})")
     if not findings and not subject.is_slow:
         findings += subject.findings("state", refilled(subject), "with new values in memory that held others in the call before")
     return findings
 
 
-def _of_neighbour(other: Subject, foreign: Result) -> list[Finding]:
+def of_neighbour(other: Subject, foreign: Result) -> list[Finding]:
     """What is wrong with another case that ran right after this one, and whether it is wrong by itself: then nothing may have been kept."""
     found = other.wrong("state", foreign)
     if not found:
         return []
     alone = "which is right when it runs alone" if other.is_right else "which is wrong when it runs once more alone, too"
-    circumstance = f"in another case ({_named(other.case)}) right after this one, {alone}"
+    circumstance = f"in another case ({named(other.case)}) right after this one, {alone}"
     # Its rows are no rows of this case, whose picture is drawn.
-    about: dict[str, Any] = {"place": None, "neighbour": None if other.is_right else _named(other.case)}
+    about: dict[str, Any] = {"place": None, "neighbour": None if other.is_right else named(other.case)}
     return [replace(finding, message=f"{circumstance}: {finding.message}", **about) for finding in found]
 
 
 def refilled(subject: Subject) -> Result:
     """The case in memory in which the call before found other values: what is kept by address, or an output that is, is stale."""
-    held = Inputs(*(getattr(subject.inputs, name) * -0.5 for name in OPERANDS))
-    subject.run(subject.case, held)
-    for name in OPERANDS:
-        getattr(held, name).copy_(getattr(subject.inputs, name))
+    held = Inputs(*(getattr(subject.inputs, name).clone() for name in OPERANDS))
+    run_on_other_values(subject, held)
     return subject.run(subject.case, held)
 
 
-def _named(case: Case) -> str:
+def run_on_other_values(subject: Subject, held: Inputs) -> None:
+    """A call in memory that holds the subject's operands before and after it, and others in it."""
+    for name in OPERANDS:
+        torch.mul(getattr(subject.inputs, name), -0.5, out=getattr(held, name))
+    subject.run(subject.case, held)
+    for name in OPERANDS:
+        getattr(held, name).copy_(getattr(subject.inputs, name))
+
+
+def named(case: Case) -> str:
     """The case's id, or as much as a mask without one allows."""
     try:
         return case.id
     except InvalidArgument:
         return repr(case)
+
+
+def first_neighbour(subject: Subject) -> Subject | None:
+    """The kernel on the first of the case's neighbours that it can do."""
+    return next((subject.other(case) for case in neighbours(subject.case) if subject.supports(case)), None)
 
 
 def neighbours(case: Case) -> Iterator[Case]:

@@ -156,7 +156,7 @@ class Subject:
     def wrong(self, check: str, result: Result, circumstance: str = "") -> list[Finding]:
         """What the truth says against a result, as findings of a check."""
         prefix = f"{circumstance}: " if circumstance else ""
-        verdicts = self.verdicts if result is self.result else self.judge(result)
+        verdicts = self.verdicts if result is self.__dict__.get("result") else self.judge(result)  # a clean run only where it is asked for
         return [
             Finding(check, verdict.tensor, prefix + verdict.message, _place(verdict, self.case.group), verdict.error_over_limit)
             for verdict in verdicts

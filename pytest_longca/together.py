@@ -1,0 +1,144 @@
+"""P3, P4, P7, P12 in few calls: a kernel that stays right in several circumstances at once is not asked about each of them alone.
+
+Only where one of these calls gives anything but the truth do the checks of `hazards` make calls of their own, each in one circumstance, and
+say which it is. What none of them finds again is told as it was found: it takes several circumstances, or chance.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pytest_longca.case import OPERANDS
+from pytest_longca.errors import DidNotRun
+from pytest_longca.hazards import (
+    Surrounded,
+    damages,
+    first_neighbour,
+    generators_moved_on,
+    global_changes,
+    huge,
+    named,
+    of_neighbour,
+    run_on_other_values,
+    soil_recycled_memory,
+    unequal,
+)
+from pytest_longca.inputs import Inputs
+from pytest_longca.judge import Result
+from pytest_longca.kernel import Call
+from pytest_longca.outcome import Unsupported
+from pytest_longca.spent import KERNELS, spending
+from pytest_longca.subject import Finding, Malformed, Subject, as_result, finish_backward, finish_forward, kernel_errors, same_bits
+
+TOGETHER = frozenset({"poison", "guard", "repeat", "state"})
+"""The checks that have nothing to find where `Together.found` is nothing."""
+CIRCUMSTANCES = {
+    "interleaved": "in call 2, with {other} between its forward and its backward",
+    "again": "in call 3, the same bound call again",
+    "poisoned": "in call 4, with NaN around the operands and in recycled memory, after {other}",
+    "guarded": "in the last call, with huge values around the operands and in recycled memory{refilled}",
+}
+"""Each call and what it runs under."""
+
+
+class Together:
+    """A subject's calls in several circumstances at once."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+
+    @cached_property
+    def found(self) -> list[Finding] | None:
+        """What the first wrong one of the calls shows; nothing if none is wrong. None where each check is to look for itself.
+
+        That is for a kernel that is wrong in clean memory or refuses a circumstance, and a case without tokens. Raises DidNotRun.
+        """
+        if min(self.subject.case.seqlen_q, self.subject.case.seqlen_kv) == 0 or not self.subject.is_right:
+            return None
+        try:
+            return next((findings for findings in self._findings() if findings), [])
+        except Malformed as error:
+            return [Finding("repeat", error.tensor, f"in a call after the first: {error.message}")]
+        except DidNotRun as error:
+            if isinstance(error.outcome, Unsupported):
+                return None
+            raise
+
+    def unless_quiet(self, check: Callable[[Subject], list[Finding]]) -> Callable[[Subject], list[Finding]]:
+        """The check, which makes calls of its own only if there may be something to find."""
+        return lambda subject: [] if self.found == [] else check(subject)
+
+    @cached_property
+    def _other(self) -> Subject | None:
+        """The kernel on another case, unless that would be compiled for it."""
+        return None if self.subject.kernel.compiles_per_shape else first_neighbour(self.subject)
+
+    def _findings(self) -> Iterator[list[Finding]]:
+        """What is wrong, call by call: each is looked at before the next one."""
+        subject = self.subject
+        own, foreign = run_entangled(subject, self._other)
+        for number, (result, name) in enumerate(zip(own, ("interleaved", "again"), strict=False), 2):
+            if subject.kernel.deterministic and not same_bits(result, subject.result):
+                yield unequal(subject, "repeat", result, number)
+            yield self._wrong(result, name)
+        if self._other and foreign:
+            yield of_neighbour(self._other, foreign)
+        yield self._wrong(self._poisoned(), "poisoned")
+        surrounded = {
+            name: Surrounded(getattr(subject.inputs, name), huge(subject.case), padded=True, in_turns_with=1.0) for name in OPERANDS
+        }
+        yield self._wrong(self._guarded(surrounded), "guarded")
+        yield damages(surrounded) + global_changes(subject)
+
+    def _wrong(self, result: Result, name: str) -> list[Finding]:
+        """What the truth says against a result; the circumstance is worded only then."""
+        if same_bits(result, self.subject.result):
+            return []
+        other = f"another case ({named(self._other.case)})" if self._other else "other calls"
+        refilled = "" if self.subject.is_slow else ", and other values in the operands' own memory in the call before"
+        return self.subject.wrong("repeat", result, CIRCUMSTANCES[name].format(other=other, refilled=refilled))
+
+    def _poisoned(self) -> Result:
+        """Right after the other case's backward: a new call, with NaN wherever it may not read."""
+        nan = float("nan")
+        soil_recycled_memory(self.subject, nan)
+        views = (Surrounded(getattr(self.subject.inputs, name), nan, padded=True).view for name in OPERANDS)
+        return self.subject.run(self.subject.case, Inputs(*views))
+
+    def _guarded(self, surrounded: dict[str, Surrounded]) -> Result:
+        """With other values in the same memory in the call before, unless calls are slow."""
+        held = Inputs(**{name: operand.view for name, operand in surrounded.items()})
+        if not self.subject.is_slow:
+            run_on_other_values(self.subject, held)
+        soil_recycled_memory(self.subject, huge(self.subject.case))
+        with generators_moved_on(self.subject):
+            return self.subject.run(self.subject.case, held)
+
+
+def run_entangled(subject: Subject, other: Subject | None) -> tuple[list[Result], Result | None]:
+    """A call's results, and those of another case's call whose forward is before its backward and whose backward after it.
+
+    In between, the call itself runs once more (a slow one does not), its backward twice: the results are of the first and the second time.
+    """
+    others = [(other, other.inputs)] if other else []
+    with spending(KERNELS), kernel_errors(subject.kernel.name):
+        call = subject.kernel.bind(subject.case, subject.inputs)
+        calls = [(other, other.kernel.bind(other.case, inputs)) for other, inputs in others]
+        front = finish_forward(subject.case, call)
+        fronts = [finish_forward(other.case, its_call) for other, its_call in calls]
+        own = [as_result(call, *front, *_backward(subject, call))]
+        if not subject.is_slow:
+            front = finish_forward(subject.case, call)
+            _backward(subject, call)
+            own.append(as_result(call, *front, *_backward(subject, call)))
+        foreign = [as_result(its, *front, *_backward(other, its)) for (other, its), front in zip(calls, fronts, strict=True)]
+        if subject.machine.device == "cuda":
+            torch.cuda.synchronize()
+    return own, foreign[0] if foreign else None
+
+
+def _backward(subject: Subject, call: Call) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+    """The call's gradients, if the case has a backward."""
+    return finish_backward(subject.case, call, subject.inputs.do) if subject.case.direction.needs_backward else (None, None, None)
