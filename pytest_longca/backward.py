@@ -6,6 +6,7 @@ from torch import Tensor
 from pytest_longca.arithmetic import Weights
 from pytest_longca.forward import TINY, Forward, flushed, widened
 from pytest_longca.limits import DS_ROUNDINGS, UNDERFLOW, Bound, Terms, bound_of, concentrated, fp32_steps
+from pytest_longca.one_sided import Alike
 from pytest_longca.operands import Operands
 from pytest_longca.sweep import Piece, RowTile
 
@@ -38,6 +39,7 @@ class Backward:
         if ops.rounding.flush:
             widths = {"dq": (*rows, case.head_dim), "dk": (*keys, case.head_dim), "dv": (*keys, case.head_dim_v)}
             self.flushed = {name: zeros(*shape) for name, shape in widths.items()}
+        self.alike = Alike(ops) if ops.may_be_alike else None
 
     def visit(self, tile: RowTile, scores: Tensor | None) -> None:
         """Add a row tile to all gradients; `scores` are its scores if they are in one piece and known."""
@@ -87,6 +89,8 @@ class Backward:
             lost = ar.rough(lost + _follows(flushed(p, ops.rounding.flush), p, ds.value))
             self._to_rows(self.flushed["dq"], rows, ar.bound(lost, key_absolute))
             ops.add_keys(self.flushed["dk"], piece, ar.bound(lost.mT, rows.q_absolute))
+        if self.alike:
+            self.alike.add(piece, rows.q, rows.do, p, ds.value)
 
     def _as_rounded(self, weights: Weights, p: Tensor, flush: float | None) -> tuple[Tensor, Tensor, Tensor]:
         """Size, square and fourth power of P or dS as their rounding errors are: larger than they, where they or P underflow."""
@@ -152,7 +156,9 @@ class Backward:
             growth=self._growth_of_keys(),
             mean=ops.shared_query(ops.q),
             flushed=self.flushed["dk"] * ops.scale if self.flushed else None,
-            lost=ops.num_queries * ops.of_heads(ops.lost_ds * ops.q_most) + 2 * ops.rounding.unit * ops.scale * self.evenness[..., 2],
+            lost=ops.num_queries * ops.of_heads(ops.lost_ds * ops.q_most)
+            + 2 * ops.rounding.unit * ops.scale * self.evenness[..., 2]
+            + (self.alike.of_dk() if self.alike else 0.0),
             evenness=self._evenness_of_keys(),
             common=by_delta,
             common_fourths=of_delta,
@@ -172,7 +178,7 @@ class Backward:
             growth=self._growth_of_keys(),
             mean=ops.shared_query(ops.do),
             flushed=self.flushed.get("dv"),
-            lost=ops.num_queries * UNDERFLOW[ops.case.dtype] * ops.of_heads(ops.do_most),
+            lost=ops.num_queries * UNDERFLOW[ops.case.dtype] * ops.of_heads(ops.do_most) + (self.alike.of_dv() if self.alike else 0.0),
             evenness=self._evenness_of_keys(),
             parts=squares if ops.case.group > 1 else None,
             num_parts=ops.case.group,
@@ -206,13 +212,13 @@ class _Rows:
         def flat(x: Tensor) -> Tensor:
             return ops.flat(x, tile.rows)
 
-        q, self.do, growth = flat(ops.q), flat(ops.do), flat(ops.growth)
+        self.q, self.do, growth = flat(ops.q), flat(ops.do), flat(ops.growth)
         self.delta = (self.do * flat(forward.out)).sum(-1, keepdim=True)
-        self.q_parts, self.do_parts = ar.parts(q), ar.parts(self.do)
+        self.q_parts, self.do_parts = ar.parts(self.q), ar.parts(self.do)
         self.delta_rounding = _delta_rounding(ops, forward, tile.rows)
         error = self.delta_rounding.flatten(1, 2)
         other = ops.rounding.ratio * flat(ops.dp)
-        q_size, growth2 = q.abs(), growth.square()
+        q_size, growth2 = self.q.abs(), growth.square()
         self.do_absolute = ar.rough(self.do.abs() * growth[..., None])
         self.q_absolute = ar.rough(q_size * growth[..., None])
         self.weighted = torch.cat([self.do_absolute, ar.rough(q_size * (error + other)[..., None])], -1)

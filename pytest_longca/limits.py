@@ -78,6 +78,14 @@ def isotropic(dim: int, deviations: float) -> float:
     return 2 * (1 + deviations / math.sqrt(2 * dim))
 
 
+def of_chance(deviations: float) -> float:
+    """What the squared modulus of a sum of random phases stays below, as a multiple of its mean: that of independent errors, k of them.
+
+    Its distribution is exponential, and half of a normal quantile's square is the logarithm of how rare it is.
+    """
+    return (deviations / (1.1 * RMS)) ** 2 / 2
+
+
 def fp32_steps(num_terms: float) -> float:
     """What a sum of products in fp32 loses, as a multiple of one rounding of its absolute sum.
 

@@ -14,6 +14,9 @@ from pytest_longca.sweep import Piece, RowTile, Visibility, sweep
 FLAT = 1 / 8
 """Up to which relative deviation a vector's entries count as of one size."""
 
+ALIKE = 1 / 4
+"""From which share in their squares on a direction that all do have may make P and dS alike: less spreads dS by more than its size."""
+
 
 class Operands:
     """q and do `[stacks, group, seqlen_q, ...]`, k and v `[batch * heads_kv, seqlen_kv, ...]`, and how to take tiles of them.
@@ -51,6 +54,8 @@ class Operands:
         self.q_most, self.do_most = (self._largest(x.flatten(1)) for x in (self.q_norm2, self.do_norm2))
         # A kernel may fold the scale into dS before it rounds it.
         self.flush_ds = rounding.flush and rounding.flush / min(self.scale, 1.0)
+        # Only where the queries' do have much in common can a key's dS be alike, or its errors in P add up in dv.
+        self.may_be_alike = rounding.ratio < 1 and bool((self.shared_query(self.do).square().sum(-1) > ALIKE).any())
         # What a term of dq or dk may lose at most, over the key's or query's norm: P times dP - D, and dS.
         self.lost_ds = self.scale * UNDERFLOW[case.dtype] * (2 * self.do_most * self.v_most + 1)
         # Bounds on a row's scores and on its dP, times the steps of their sums: what fp32 arithmetic has to carry.
@@ -148,6 +153,12 @@ class Operands:
         """`shared_direction` of the q or do of all query heads of a key/value head: `[batch * heads_kv, 1, head_dim]`."""
         rows = x.to(self.arithmetic.work).reshape(self.k.shape[0], -1, x.shape[-1])
         return shared_direction(rows)
+
+    def along_mean(self, of_tile: Tensor, x: Tensor) -> Tensor:
+        """Rows of q or do, `[stacks, group * rows, ...]`, along the mean of all of it, `x`: `[stacks, group * rows]`."""
+        direction = torch.nn.functional.normalize(self.shared_query(x), dim=-1)
+        along: Tensor = (of_tile.to(direction.dtype) * self.of_stacks(direction)).sum(-1)
+        return along
 
     def per_row(self, of_stacks: Tensor) -> Tensor:
         """`[stacks, group, seqlen_q, ...]` as `[batch, seqlen_q, heads_q, ...]`."""
