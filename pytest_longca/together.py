@@ -41,6 +41,8 @@ CIRCUMSTANCES = {
     "guarded": "in the last call, with huge values around the operands and in recycled memory{refilled}",
 }
 """Each call and what it runs under."""
+SAME_OPERANDS = {"interleaved": 2, "again": 3}
+"""The calls, by number, on what the first had, memory included: a kernel that promises determinism gives the same bits."""
 
 
 class Together:
@@ -79,9 +81,7 @@ class Together:
         """What is wrong, call by call: each is looked at before the next one."""
         subject = self.subject
         own, foreign = run_entangled(subject, self._other)
-        for number, (result, name) in enumerate(zip(own, ("interleaved", "again"), strict=False), 2):
-            if subject.kernel.deterministic and not same_bits(result, subject.result):
-                yield unequal(subject, "repeat", result, number)
+        for result, name in zip(own, SAME_OPERANDS, strict=False):
             yield self._wrong(result, name)
         if self._other and foreign:
             yield of_neighbour(self._other, foreign)
@@ -93,12 +93,14 @@ class Together:
         yield damages(surrounded) + global_changes(subject)
 
     def _wrong(self, result: Result, name: str) -> list[Finding]:
-        """What the truth says against a result; the circumstance is worded only then."""
+        """What the first result and the truth say against a result; the circumstance is worded only then."""
         if same_bits(result, self.subject.result):
             return []
+        is_due = self.subject.kernel.deterministic and name in SAME_OPERANDS
+        differing = unequal(self.subject, "repeat", result, SAME_OPERANDS[name]) if is_due else []
         other = f"another case ({named(self._other.case)})" if self._other else "other calls"
         refilled = "" if self.subject.is_slow else ", and other values in the operands' own memory in the call before"
-        return self.subject.wrong("repeat", result, CIRCUMSTANCES[name].format(other=other, refilled=refilled))
+        return differing + self.subject.wrong("repeat", result, CIRCUMSTANCES[name].format(other=other, refilled=refilled))
 
     def _poisoned(self) -> Result:
         """Right after the other case's backward: a new call, with NaN wherever it may not read."""
