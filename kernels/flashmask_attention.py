@@ -14,6 +14,7 @@ from pytest_longca.kernels import flashmask_backward as backward
 from pytest_longca.kernels import flashmask_forward as forward
 from pytest_longca.kernels.flashmask_plan import Launch, Plan, Schedule, Tile
 from pytest_longca.kernels.tile_widths import tile_widths
+from pytest_longca.kernels.triton_codes import for_strides
 
 LOG2_E = 1.4426950408889634
 ROW_TAIL, COLUMN_TAIL = 0.05, 0.15
@@ -31,10 +32,11 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float,
     lse = q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float32)
     tile, tma = launch.fwd, launch.tma and _fits_tma(k, v)
     grid, order = _placement(plan.fwd, plan.rows.shape[0], batch, heads_q, heads_q // k.shape[2], launch)
-    forward.forward_kernel[grid](
-        _pointer(q), _streamed(k, tile, tma), _streamed(v, tile, tma), _pointer(out), lse,
+    strides = (*_strides(q), *_strides(k, v, tma=tma), *_strides(out))
+    for_strides(forward.forward_kernel, strides)[grid](
+        q, _streamed(k, tile, tma), _streamed(v, tile, tma), out, lse,
         plan.rows, plan.fwd.runs, plan.fwd.items, *order, heads_q, heads_q // k.shape[2],
-        _blocks(seqlen_q, tile), seqlen_q, k.shape[1], seqlen_q, scale * LOG2_E,
+        _blocks(seqlen_q, tile), seqlen_q, k.shape[1], seqlen_q, scale * LOG2_E, *strides,
         BLOCK_M=tile.block, BLOCK_N=tile.step, PIECES=plan.row_pieces, **_constants(q, v, tma), **_options(tile),
     )  # fmt: skip
     return out, lse
@@ -62,10 +64,11 @@ def _launch_dq(
     batch, seqlen_q, heads_q, _ = q.shape
     tile, group = launch.dq, heads_q // k.shape[2]
     grid, order = _placement(schedule, plan.rows.shape[0], batch, heads_q, group, launch)
-    backward.dq_kernel[grid](
-        _pointer(q), _streamed(k, tile, tma), _streamed(v, tile, tma), _pointer(out), _pointer(do), _pointer(dq), lse, stats,
+    strides = (*_strides(q), *_strides(k, v, tma=tma), *_strides(out, do, dq))
+    for_strides(backward.dq_kernel, strides)[grid](
+        q, _streamed(k, tile, tma), _streamed(v, tile, tma), out, do, dq, lse, stats,
         plan.rows, schedule.runs, schedule.items, *order, heads_q, group, _blocks(seqlen_q, tile),
-        seqlen_q, k.shape[1], seqlen_q, stats.shape[-1], stats.numel() // 2, scale * LOG2_E, scale,
+        seqlen_q, k.shape[1], seqlen_q, stats.shape[-1], stats.numel() // 2, scale * LOG2_E, scale, *strides,
         BLOCK_M=tile.block, BLOCK_N=tile.step, PIECES=plan.row_pieces, **_constants(q, v, tma), **_options(tile),
     )  # fmt: skip
 
@@ -78,19 +81,21 @@ def _launch_dkdv(tensors: Sequence[Tensor], stats: Tensor, plan: Plan, schedule:
     widths = constants["BLOCK_D"], constants["BLOCK_DV"]
     dk_parts, dv_parts = (q.new_empty(max(1, schedule.slots * parts * tile.block * width), dtype=torch.float32) for width in widths)
     grid, order = _placement(schedule, plan.rows.shape[0], batch, heads_kv, 1, launch, COLUMN_TAIL)
-    backward.dkdv_kernel[grid](
-        _streamed(q, tile, tma), _pointer(k), _pointer(v), _streamed(do, tile, tma),
-        _pointer(dk), _pointer(dv), dk_parts, dv_parts, stats, plan.columns, schedule.runs, schedule.items,
+    strides = (*_strides(q, tma=tma), *_strides(k, v), *_strides(do, tma=tma), *_strides(dk, dv))
+    for_strides(backward.dkdv_kernel, strides)[grid](
+        _streamed(q, tile, tma), k, v, _streamed(do, tile, tma), dk, dv,
+        dk_parts, dv_parts, stats, plan.columns, schedule.runs, schedule.items,
         *order, heads_kv, q.shape[2], blocks, q.shape[1], seqlen_kv, seqlen_kv,
-        stats.shape[-1], stats.numel() // 2, parts, scale * LOG2_E, scale,
+        stats.shape[-1], stats.numel() // 2, parts, scale * LOG2_E, scale, *strides,
         BLOCK_N=tile.block, BLOCK_M=tile.step, PIECES=plan.column_pieces, EARLY=tile.early, **constants, **_options(tile),
     )  # fmt: skip
     if not schedule.slots:
         return
     rows = min(16, tile.block)
     for grad, grad_parts, width in ((dk, dk_parts, widths[0]), (dv, dv_parts, widths[1])):
-        backward.sum_parts_kernel[(len(schedule.splits), parts, tile.block // rows)](
-            _pointer(grad), grad_parts, schedule.splits, heads_kv, blocks, seqlen_kv, parts,
+        strides = _strides(grad)
+        for_strides(backward.sum_parts_kernel, strides)[len(schedule.splits), parts, tile.block // rows](
+            grad, grad_parts, schedule.splits, heads_kv, blocks, seqlen_kv, parts, *strides,
             DIM=grad.shape[-1], BLOCK_N=tile.block, BLOCK_D=width, ROWS=rows,
         )  # fmt: skip
 
@@ -129,15 +134,15 @@ def _inner_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _pointer(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """An operand as the kernels take it without TMA."""
-    return (x, x.stride(0), x.stride(1), x.stride(2))
+def _strides(*operands: Tensor, tma: bool = False) -> tuple[int, ...]:
+    """The strides of batch, sequence and heads of each; zeros with TMA, whose descriptor has them."""
+    return (0, 0, 0) * len(operands) if tma else tuple(stride for x in operands for stride in x.stride()[:3])
 
 
 def _streamed(x: Tensor, tile: Tile, tma: bool) -> Any:
-    """An operand that a program walks through in tiles of `tile.step` rows: a descriptor with TMA, else a pointer."""
+    """An operand that a program walks through in tiles of `tile.step` rows: a descriptor with TMA, else itself."""
     if not tma:
-        return _pointer(x)
+        return x
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, tile.step, 1, _padded(x.shape[-1])])

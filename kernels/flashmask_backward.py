@@ -9,7 +9,8 @@ Importing this module imports triton. P is recomputed from lse, which may be tha
 import triton
 import triton.language as tl
 
-from pytest_longca.kernels.flashmask_forward import SIZES, inside, load_intervals, load_tile, next_tile, place, start_walk, store_tile
+from pytest_longca.kernels.flashmask_forward import inside, load_intervals, load_tile, next_tile, operand, place, start_walk, store_tile
+from pytest_longca.kernels.triton_codes import SIZES
 
 
 @triton.jit
@@ -42,6 +43,7 @@ def _gather_dq(
 def dq_kernel(
     q, k, v, out, do, dq, lse, stats, rows, runs, items, num_items, bulk, head_block, heads, group, blocks, seqlen_q, seqlen_kv,
     mask_stride, stats_rows, stats_stride, scale_log2, scale,
+    q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, out_sb, out_ss, out_sh, do_sb, do_ss, do_sh, dq_sb, dq_ss, dq_sh,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PIECES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -51,6 +53,12 @@ def dq_kernel(
     row = start + tl.arange(0, BLOCK_M)
     exists = row < seqlen_q
     bounds = load_intervals(rows, entry // blocks * mask_stride + row, exists, 0)
+    q = operand(q, q_sb, q_ss, q_sh, False)
+    k = operand(k, k_sb, k_ss, k_sh, TMA)
+    v = operand(v, v_sb, v_ss, v_sh, TMA)
+    out = operand(out, out_sb, out_ss, out_sh, False)
+    do = operand(do, do_sb, do_ss, do_sh, False)
+    dq = operand(dq, dq_sb, dq_ss, dq_sh, False)
     do_tile = load_tile(do, batch, head, start, seqlen_q, DIM_V, BLOCK_M, BLOCK_DV, False)
     out_tile = load_tile(out, batch, head, start, seqlen_q, DIM_V, BLOCK_M, BLOCK_DV, False)
     delta = tl.sum(out_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
@@ -109,6 +117,7 @@ def _gather_dkdv(
 def dkdv_kernel(
     q, k, v, do, dk, dv, dk_parts, dv_parts, stats, columns, runs, items, num_items, bulk, head_block, heads_kv, heads_q, blocks,
     seqlen_q, seqlen_kv, mask_stride, stats_rows, stats_stride, parts, scale_log2, scale,
+    q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, do_sb, do_ss, do_sh, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PIECES: tl.constexpr, EARLY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -121,6 +130,12 @@ def dkdv_kernel(
     column = start + tl.arange(0, BLOCK_N)
     # Keys that do not exist are masked for all queries: their score of 0 could lie far above any lse.
     bounds = load_intervals(columns, entry // blocks * mask_stride + column, column < seqlen_kv, seqlen_q)
+    q = operand(q, q_sb, q_ss, q_sh, TMA)
+    k = operand(k, k_sb, k_ss, k_sh, False)
+    v = operand(v, v_sb, v_ss, v_sh, False)
+    do = operand(do, do_sb, do_ss, do_sh, TMA)
+    dk = operand(dk, dk_sb, dk_ss, dk_sh, False)
+    dv = operand(dv, dv_sb, dv_ss, dv_sh, False)
     k_tile = load_tile(k, batch, head_kv, start, seqlen_kv, DIM, BLOCK_N, BLOCK_D, False)
     v_tile = load_tile(v, batch, head_kv, start, seqlen_kv, DIM_V, BLOCK_N, BLOCK_DV, False)
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -139,9 +154,9 @@ def dkdv_kernel(
         tl.store(dv_parts + part[:, None] * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :], acc_v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def sum_parts_kernel(
-    grad, grad_parts, splits, heads_kv, blocks, seqlen_kv, parts,
+    grad, grad_parts, splits, heads_kv, blocks, seqlen_kv, parts, grad_sb, grad_ss, grad_sh,
     DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dk (or dv) of ROWS keys of a block that was split over query heads: the sum of its slots, in their order."""
@@ -157,4 +172,5 @@ def sum_parts_kernel(
         part = ((slot + i) * parts + z).to(tl.int64) * BLOCK_N + row
         total += tl.load(grad_parts + part[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :])
     start = entry % blocks * BLOCK_N + offset
+    grad = operand(grad, grad_sb, grad_ss, grad_sh, False)
     store_tile(grad, total, entry // blocks + z // heads_kv, z % heads_kv, start, seqlen_kv, DIM, ROWS, BLOCK_D)

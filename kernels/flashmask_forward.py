@@ -1,7 +1,8 @@
 """FlashMask's forward in Triton, and what forward and backward share: loading a tile, walking runs of tiles, placing a program.
 
-Importing this module imports triton. Operands are `(pointer, batch stride, seqlen stride, head stride)`. With TMA, those that a loop
-streams are tensor descriptors over `[batch, seqlen, heads, head_dim]` with blocks `[1, rows, 1, padded head_dim]`; those that a program
+Importing this module imports triton. Operands are `(pointer, batch stride, seqlen stride, head stride)`, which `operand` makes of arguments
+that each stand alone, as Triton compiles again for any integer in a tuple (see triton_codes). With TMA, those that a loop streams are
+tensor descriptors over `[batch, seqlen, heads, head_dim]` with blocks `[1, rows, 1, padded head_dim]`; those that a program
 loads once stay pointers, because Triton then keeps them in shared memory and not in registers. Either way rows and columns that do
 not exist read as 0.
 """
@@ -12,8 +13,16 @@ not exist read as 0.
 import triton
 import triton.language as tl
 
-SIZES = ("num_items", "bulk", "head_block", "seqlen_q", "seqlen_kv", "blocks", "mask_stride", "parts")
-"""Arguments that differ from case to case: one binary serves all their values."""
+from pytest_longca.kernels.triton_codes import SIZES
+
+
+@triton.jit
+def operand(x, stride_b, stride_s, stride_h, TMA: tl.constexpr):
+    """An operand as `load_tile` takes it, which with TMA is its descriptor."""
+    if TMA:
+        return x
+    else:
+        return x, stride_b, stride_s, stride_h
 
 
 @triton.jit
@@ -133,6 +142,7 @@ def _attend(
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     q, k, v, out, lse, rows, runs, items, num_items, bulk, head_block, heads, group, blocks, seqlen_q, seqlen_kv, mask_stride, scale_log2,
+    q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, out_sb, out_ss, out_sh,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PIECES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -142,6 +152,10 @@ def forward_kernel(
     row = start + tl.arange(0, BLOCK_M)
     exists = row < seqlen_q
     bounds = load_intervals(rows, entry // blocks * mask_stride + row, exists, 0)
+    q = operand(q, q_sb, q_ss, q_sh, False)
+    k = operand(k, k_sb, k_ss, k_sh, TMA)
+    v = operand(v, v_sb, v_ss, v_sh, TMA)
+    out = operand(out, out_sb, out_ss, out_sh, False)
     q_tile = load_tile(q, batch, head, start, seqlen_q, DIM, BLOCK_M, BLOCK_D, False)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)

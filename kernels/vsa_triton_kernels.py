@@ -13,6 +13,8 @@ descriptors over `[rows, stride of a token]`, else through pointers: x_tiles is 
 import triton
 import triton.language as tl
 
+from pytest_longca.kernels.triton_codes import SIZES
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -147,7 +149,7 @@ def _attend(
     return top, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def vsa_triton_forward(
     q, v, k_tiles, v_tiles, out, lse,
     order, own_start, own_stop, own_block, indptr, num_full, start, stop,
@@ -219,7 +221,7 @@ def _gather_dq(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def vsa_triton_dq(
     q, k, v, k_tiles, v_tiles, out, lse, do, delta, dq,
     order, own_start, own_stop, own_block, indptr, num_full, start, stop,
@@ -315,7 +317,7 @@ def _gather_dkdv(
     return dk_acc, dv_acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def vsa_triton_dkdv(
     q, k, v, q_tiles, do_tiles, lse, do, delta, dk, dv,
     order, own_start, own_stop, own_block, indptr, num_full, start, stop, part,

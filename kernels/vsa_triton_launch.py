@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pytest_longca.kernels.tile_widths import tile_widths
+from pytest_longca.kernels.triton_codes import for_strides
 from pytest_longca.kernels.vsa_triton_kernels import vsa_triton_dkdv, vsa_triton_dq, vsa_triton_forward
 
 if TYPE_CHECKING:
@@ -47,9 +48,10 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, plan: "Plan", scale: float) 
     side, config = plan.forward, plan.configs.forward
     widths = tile_widths(q.shape[-1], v.shape[-1])
     tma, readers = _readers(config, config.block_n, k, v)
-    vsa_triton_forward[side.num_tiles, batch * heads_q](
+    strides = _strides(q, k, v, out)
+    for_strides(vsa_triton_forward, strides)[side.num_tiles, batch * heads_q](
         q, v, *readers, out, lse, *_side(side), heads_q, heads_q // k.shape[2], seqlen_q, scale * LOG2E,
-        *_strides(q, k, v, out), **_shapes(q, v, side, config, widths), TMA=tma, IN_REGISTERS=_in_registers(widths, config),
+        *strides, **_shapes(q, v, side, config, widths), TMA=tma, IN_REGISTERS=_in_registers(widths, config),
     )  # fmt: skip
     return out, lse
 
@@ -68,16 +70,18 @@ def launch_backward(
 
     side, config = plan.dq, plan.configs.dq
     tma, readers = _readers(config, config.block_n, k, v)
-    vsa_triton_dq[side.num_tiles, batch * heads_q](
+    strides = _strides(q, k, v, out, do, dq)
+    for_strides(vsa_triton_dq, strides)[side.num_tiles, batch * heads_q](
         q, k, v, *readers, out, lse, do, delta, dq, *_side(side), heads_q, *sizes,
-        *_strides(q, k, v, out, do, dq), **_shapes(q, v, side, config, widths), TMA=tma, IN_REGISTERS=_in_registers(widths, config),
+        *strides, **_shapes(q, v, side, config, widths), TMA=tma, IN_REGISTERS=_in_registers(widths, config),
     )  # fmt: skip
 
     side, config = plan.dkdv, plan.configs.dkdv
     tma, readers = _readers(config, config.block_m, q, do)
-    vsa_triton_dkdv[side.num_tiles, batch * heads_kv](
+    strides = _strides(q, k, v, do, dk, dv)
+    for_strides(vsa_triton_dkdv, strides)[side.num_tiles, batch * heads_kv](
         q, k, v, *readers, lse, do, delta, dk, dv, *_side(side, side.lists.part), heads_kv, *sizes,
-        *_strides(q, k, v, do, dk, dv), **_shapes(q, v, side, config, widths), TMA=tma, GROUPED=side.lists.part is not None,
+        *strides, **_shapes(q, v, side, config, widths), TMA=tma, GROUPED=side.lists.part is not None,
         EARLY=config.early,
     )  # fmt: skip
     return dq, dk, dv

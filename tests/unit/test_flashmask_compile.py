@@ -25,13 +25,11 @@ def compiled(dim: int, dim_v: int) -> dict[str, Any]:
         "DIM": dim, "DIM_V": dim_v, "BLOCK_M": tile.block, "BLOCK_N": tile.step, "BLOCK_D": widths[0], "BLOCK_DV": widths[1],
         "PIECES": 1, "TMA": False, "PRECISION": "ieee",
     }  # fmt: skip
-    operand = ("*bf16", "i32", "i32", "i32")
-    types = dict.fromkeys(("q", "k", "v", "out"), operand) | dict.fromkeys(("rows", "runs", "items"), "*i32")
+    types = dict.fromkeys(("q", "k", "v", "out"), "*bf16") | dict.fromkeys(("rows", "runs", "items"), "*i32")
     types |= {"lse": "*fp32", "scale_log2": "fp32"}
     names = list(enumerate(forward_kernel.arg_names))
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for _, name in names}
-    pointers = [(i, 0) if types[name] is operand else (i,) for i, name in names if types.get(name, "i32")[0].startswith("*")]
-    aligned = {path: [["tt.divisibility", 16]] for path in pointers}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in names if signature[name].startswith("*")}
     source = ASTSource(forward_kernel, signature, {(i,): constants[name] for i, name in names if name in constants}, attrs=aligned)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": tile.max_registers or None}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
