@@ -91,6 +91,7 @@ class FlashMask(Kernel):
         masks=frozenset({Form.ROW_INTERVALS}), dtypes=frozenset({"bf16", "fp16", "fp32"}), head_dims=range(16, 257, 8)
     )
     deterministic = True
+    compiles_per_head_dim = True
     is_triton = True
     linear_memory = True
     device_kernel_pattern = r"^forward_kernel|^dq_kernel|^dkdv_kernel"

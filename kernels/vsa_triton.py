@@ -144,6 +144,7 @@ class VsaTriton(Kernel):
     requires = (Requirement(distribution="triton", how="pip install 'pytest-longca[triton]'"),)
     capabilities = Capabilities(masks=frozenset({Form.BLOCK_MAP}), dtypes=frozenset({"fp32", "bf16", "fp16"}), head_dims=range(1, 129))
     deterministic = True
+    compiles_per_head_dim = True
     is_triton = True
     device_kernel_pattern = "vsa_triton_"
 

@@ -169,7 +169,7 @@ class Kernel(ABC):
     compiles_per_shape: ClassVar[bool] = False
     """Whether each shape is a compilation of its own. If not, the code for one length serves the others (see `warming.code_of`)."""
     compiles_per_head_dim: ClassVar[bool] = False
-    """Whether each head dim, group and dtype is a compilation of seconds, whatever the lengths: a cell's examples then have few of them."""
+    """Whether each head dim, dtype or group is a compilation of seconds, whatever the lengths: on a GPU a cell's examples then have few."""
     is_triton: ClassVar[bool] = False
     """Whether it runs interpreted on a CPU, and so slowly that examples must be small there."""
     linear_memory: ClassVar[bool] = False

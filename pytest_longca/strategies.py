@@ -41,11 +41,13 @@ COMPILED_LENGTHS = (17, 64, 129)
 COMPILED_CASES = 4
 """How many cases such a kernel has on a mask; its examples differ in values and seed beyond them."""
 COMPILED_HEAD_DIMS = (64, 128)
-"""The head dims that a kernel always has which compiles for each, on a GPU, equal for q, k and v: those that models have."""
+"""The head dims, equal for q, k and v, that a kernel always has on a GPU which compiles for each: those that models have."""
 MORE_HEAD_DIMS = 2
 """How many others it has besides on a mask."""
 GROUPS = (1, 2, 3, 7, 4, 8)
 HEADS_KV = (1, 2, 3, 4)
+AS_HEAD_DIM = 0
+"""A head_dim_v that is head_dim, as a Case takes it."""
 HEAD_DIMS = (16, 24, 32, 40, 56, 64, 72, 96, 128, 192, 256)
 """Even and odd multiples of 8."""
 SCALES = (0.0, 0.0, 0.37, 1.0)
@@ -128,7 +130,7 @@ class _Pools:
         self.dtypes = _some("dtype", [dtype for dtype in DTYPES if dtype in dtypes and dtype in can.dtypes], kernel, dtypes)
         self.head_dims = [dim for dim in HEAD_DIMS if dim in can.head_dims] or [can.head_dims[0]]
         self.groups: tuple[int, ...] = GROUPS if can.gqa else (1,)
-        self.head_dims_v = self.head_dims if can.unequal_head_dims else []
+        self.head_dims_v = [AS_HEAD_DIM, *(self.head_dims if can.unequal_head_dims else [])]
         self.shortest = 0 if can.empty_sequences else 1
         wanted = [d for d in directions if can.backward or not d.needs_backward] or [Direction.FWD]
         self.directions = wanted
@@ -151,15 +153,19 @@ class _Pools:
         return one
 
     def _codes(self, cls: MaskClass) -> list[tuple[tuple[int, ...], list[str], list[int], list[int]]]:
-        """Pools of one group, one dtype, one head dim and at most one of v: the plainest first, the others drawn for mask and seed."""
+        """Pools of one group, dtype, head dim and head dim of v each, drawn for mask and seed: first a usual head dim, all else plain.
+
+        Of the head dims that are not usual the first has another one for v, where there may be.
+        """
         rng = Random(f"{cls.name}:{self.seed}")
         usual = [dim for dim in COMPILED_HEAD_DIMS if dim in self.head_dims]
         others = [dim for dim in self.head_dims if dim not in usual]
-        found = []
-        for number, dim in enumerate(usual + rng.sample(others, min(MORE_HEAD_DIMS, len(others)))):
+        found, turn = [], rng.randrange(len(self.dtypes))
+        for number, dim in enumerate(rng.sample(usual, len(usual)) + rng.sample(others, min(MORE_HEAD_DIMS, len(others)))):
             groups = self.groups[:1] if number == 0 else (rng.choice(self.groups),)
-            dims_v = [rng.choice(self.head_dims_v)] if self.head_dims_v and dim not in usual else []
-            found.append((groups, [self.dtypes[number % len(self.dtypes)]], [dim], dims_v))
+            dims_v = [other for other in self.head_dims_v[1:] if other != dim] if number == len(usual) else []
+            dtype = self.dtypes[(turn + number) % len(self.dtypes) if number else 0]
+            found.append((groups, [dtype], [dim], [rng.choice(dims_v) if dims_v else AS_HEAD_DIM]))
         return found
 
 
@@ -206,14 +212,13 @@ def _any_case(rng: Random, cls: MaskClass, pools: _Pools) -> Case:
         mask = _sample(rng, cls, pools, *sizes)
     if mask.heads > 1:
         heads_kv, group = split_heads(mask.heads, group)
-    head_dim = rng.choice(pools.head_dims)
     return Case(
         mask=mask,
         batch=mask.batch if mask.batch > 1 else batch,
         heads_q=heads_kv * group,
         heads_kv=heads_kv,
-        head_dim=head_dim,
-        head_dim_v=rng.choice([head_dim, *pools.head_dims_v]) if pools.head_dims_v else head_dim,
+        head_dim=rng.choice(pools.head_dims),
+        head_dim_v=rng.choice(pools.head_dims_v),
         dtype=rng.choice(pools.dtypes),
         direction=rng.choice(pools.directions),
         scale=rng.choice(SCALES),
