@@ -68,7 +68,7 @@ def deviations(num_rows: int) -> float:
     """What the largest of so many honest errors stays below, in units of u times their spread: the quantile of a normal distribution.
 
     >>> round(deviations(1000), 2), round(deviations(10**6), 2)
-    (4.86, 5.91)
+    (4.86, 5.9)
     """
     return -1.1 * RMS * NormalDist().inv_cdf(FALSE_ALARMS / (2 * max(num_rows, 1)))
 
