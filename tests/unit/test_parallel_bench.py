@@ -31,7 +31,17 @@ from pytest_longca.parallel.model import (
 from pytest_longca.parallel.setup import Sharing, head_groups
 from pytest_longca.report.record import Record
 
-SMALL = ("--kernels=naive", "--tokens=16", "--heads=16:2", "--head-dim=8", "--dtype=fp32", "--samples=3", "--budget=0.05", "--warmup=1")
+SMALL = (
+    "--kernels=naive",
+    "--tokens=16",
+    "--heads=16:2",
+    "--head-dim=8",
+    "--dtype=fp32",
+    "--samples=3",
+    "--budget=0.05",
+    "--warmup=1",
+    "--check-tokens=16",
+)
 
 
 def records(path: Path) -> list[Record]:
