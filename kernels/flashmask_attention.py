@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from pytest_longca.kernels import flashmask_backward as backward
 from pytest_longca.kernels import flashmask_forward as forward
 from pytest_longca.kernels.flashmask_plan import Launch, Plan, Schedule, Tile
-from pytest_longca.kernels.tile_widths import tile_widths
+from pytest_longca.kernels.tile_widths import padded, tile_widths
 from pytest_longca.kernels.triton_codes import for_strides
 
 LOG2_E = 1.4426950408889634
@@ -116,12 +115,8 @@ def _blocks(seqlen: int, tile: Tile) -> int:
 def _constants(q: Tensor, v: Tensor, tma: bool) -> dict[str, Any]:
     """The compile-time constants that every kernel takes."""
     dims = {"DIM": q.shape[-1], "DIM_V": v.shape[-1]}
-    widths = tuple(map(_padded, dims.values())) if tma else tile_widths(*dims.values())
+    widths = tuple(map(padded, dims.values())) if tma else tile_widths(*dims.values())
     return dims | {"BLOCK_D": widths[0], "BLOCK_DV": widths[1], "TMA": tma, "PRECISION": "ieee"}
-
-
-def _padded(dim: int) -> int:
-    return max(16, int(triton.next_power_of_2(dim)))
 
 
 def _options(tile: Tile) -> dict[str, int]:
@@ -145,7 +140,7 @@ def _streamed(x: Tensor, tile: Tile, tma: bool) -> Any:
         return x
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, tile.step, 1, _padded(x.shape[-1])])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, tile.step, 1, padded(x.shape[-1])])
 
 
 def _fits_tma(*operands: Tensor) -> bool:

@@ -331,7 +331,5 @@ def run_interleaved(one: Subject, two: Subject) -> tuple[Result, Result]:
         fronts = [finish_forward(subject.case, call) for subject, call in calls]
         results = []
         for (subject, call), (out, lse) in zip(calls, fronts, strict=True):
-            needed = subject.case.direction.needs_backward
-            grads = finish_backward(subject.case, call, subject.inputs.do) if needed else (None, None, None)
-            results.append(as_result(call, out, lse, *grads))
+            results.append(as_result(call, out, lse, *finish_backward(subject.case, call, subject.inputs.do)))
     return results[0], results[1]

@@ -121,11 +121,11 @@ def _group(case: Case, inputs: Inputs, result: Result, sees: Tensor, batch: int,
 
 def _over_limit(x: _Sum, unit: float, truncation: float) -> float:
     """Error over limit. What sums lose towards 0 lies along their partial sums: across these the limit is little more than rounding's."""
+    limit = _limit(x.variance, unit)
     if x.partial is None or not truncation:
-        return _ratio(x.error, _limit(x.variance, unit))
+        return _ratio(x.error, limit)
     basis = torch.linalg.qr(x.partial).Q
     along = basis @ (basis.T @ x.error)
-    limit = _limit(x.variance, unit)
     lost = truncation * float(torch.linalg.vector_norm(x.partial))
     across = _ratio(x.error - along, limit + ACROSS * lost) if basis.shape[0] > basis.shape[1] else 0.0
     return max(_ratio(along, limit + lost), across)
@@ -160,7 +160,8 @@ def _sum_of_dv(x: _Grouped) -> _Sum:
     do = x.do * x.sees[..., None]
     heads = do.unflatten(0, (x.group, -1))
     before = torch.linspace(0, 1, heads.shape[1], dtype=torch.float64, device=do.device)
-    partial = torch.stack([part @ head.double() for head in heads for part in (before, 1 - before)], 1)
+    parts = torch.stack((before, 1 - before))
+    partial = torch.cat([parts @ head.double() for head in heads]).T
     return _Sum(_sum(x.dv, 0) - _sum(do, 0), x.roundings * _sum(x.dv.square(), 0), partial)
 
 

@@ -122,12 +122,12 @@ class Subject:
         with spending(KERNELS), kernel_errors(self.kernel.name) as changes:
             call = self.kernel.bind(case, inputs)
             out, lse = finish_forward(case, call)
-            dq, dk, dv = finish_backward(case, call, inputs.do) if case.direction.needs_backward else (None, None, None)
+            grads = finish_backward(case, call, inputs.do)
             if self.machine.device == "cuda":
                 torch.cuda.synchronize()
         self.moved_generators = changes.generators
         self.facts.update(call.facts)
-        return as_result(call, out, lse, dq, dk, dv)
+        return as_result(call, out, lse, *grads)
 
     def run_twice(self) -> Result:
         """What the case's own call gives when all of it ran before, the backward twice after one forward. Raises as `run` does."""
@@ -137,7 +137,7 @@ class Subject:
             for backwards in (1, 2):
                 out, lse = finish_forward(case, call)
                 for _ in range(backwards):
-                    grads = finish_backward(case, call, inputs.do) if case.direction.needs_backward else (None, None, None)
+                    grads = finish_backward(case, call, inputs.do)
             if self.machine.device == "cuda":
                 torch.cuda.synchronize()
         return as_result(call, out, lse, *grads)
@@ -204,8 +204,10 @@ def finish_forward(case: Case, call: Call) -> tuple[Tensor, Tensor | None]:
     return out.detach(), None if lse is None else lse.detach()
 
 
-def finish_backward(case: Case, call: Call, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The call's backward, checked for form."""
+def finish_backward(case: Case, call: Call, do: Tensor) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+    """The call's backward, checked for form; nothing where the case has none."""
+    if not case.direction.needs_backward:
+        return None, None, None
     grads = call.backward(do)
     if not isinstance(grads, tuple | list) or len(grads) != 3:
         raise Malformed("dq", f"backward returned {_what(grads)}: it must return (dq, dk, dv)")

@@ -143,4 +143,4 @@ def run_entangled(subject: Subject, other: Subject | None) -> tuple[list[Result]
 
 def _backward(subject: Subject, call: Call) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
     """The call's gradients, if the case has a backward."""
-    return finish_backward(subject.case, call, subject.inputs.do) if subject.case.direction.needs_backward else (None, None, None)
+    return finish_backward(subject.case, call, subject.inputs.do)
