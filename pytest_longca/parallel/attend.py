@@ -1,9 +1,9 @@
 """Context-parallel attention of one rank: the mesh's exchange of heads around the ring's blocks, forward and backward."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from pytest_longca.parallel.lanes import Finish, Lanes, ahead
 from pytest_longca.parallel.merge import GradSum, OutSum, accumulation_dtype
 from pytest_longca.parallel.plan import Plan
 
+T = TypeVar("T")
 Saved = tuple[Tensor, Tensor, Tensor, Tensor]
 """One head group's q, packed kv, merged out and lse, as the ring saw them."""
 
@@ -58,21 +59,22 @@ class ContextParallel:
         return dq, dkv
 
     def _blocks_forward(self, q: Tensor, kv: Tensor) -> Finish[Saved]:
-        """Launch the work on every block; each is merged when the next has been launched."""
+        """Launch the work on every block; each is merged when the next has been launched, the first, which is the rank's own, last."""
         if len(self.plan.shards) > 1:
             kv = kv.contiguous()  # to travel on
         total = OutSum(q, kv.shape[-1] - q.shape[-1])
-        last: Finish[None] = _nothing
+        launched: list[Finish[None]] = []
         for block in self.communicator.blocks(Block(kv, (self.plan.own,))):
             if step := self.plan.step(block.sources):
                 k, v = _split(block.data[step.keys], q.shape[-1])
                 call = partial(self.kernel.block_forward, q[step.rows], k, v, step.segment, self.scale)
-                launched = partial(_add, total, step.rows, self.lanes.launch(("forward", step.segment, q.shape), call))
-                last()
-                last = launched
+                launched.append(partial(_add, total, step.rows, self._launch(("forward", step.segment, q.shape), call, block)))
+            if len(launched) > 2:
+                launched.pop(1)()
 
         def finish() -> Saved:
-            last()
+            for add in (*launched[1:], *launched[:1]):
+                add()
             return q, kv, *total.result()
 
         return finish
@@ -86,7 +88,7 @@ class ContextParallel:
                 return lambda: None
             rows, keys, (k, v) = step.rows, step.keys, _split(block.data[step.keys], q.shape[-1])
             operands = do[rows], q[rows], k, v, out[rows], lse[:, rows], step.segment, self.scale
-            finish = self.lanes.launch(("backward", step.segment, q.shape), partial(self.kernel.block_backward, *operands))
+            finish = self._launch(("backward", step.segment, q.shape), partial(self.kernel.block_backward, *operands), block)
 
             def grad() -> Tensor:
                 dq, dk, dv = finish()
@@ -102,6 +104,10 @@ class ContextParallel:
             return dq_total.result(q.dtype), torch.zeros_like(kv) if dkv is None else dkv.to(kv.dtype)
 
         return finish
+
+    def _launch(self, key: object, call: Callable[[], T], block: Block) -> Finish[T]:
+        """On the lowest lane if others travel and this block does not."""
+        return self.lanes.launch(key, call, is_lowest=len(self.plan.shards) > 1 and block.sources == (self.plan.own,))
 
     def _packed(self, k: Tensor, v: Tensor) -> Tensor:
         """k and v side by side, `[tokens, heads, head_dim + head_dim_v]`: one message a hop; heads repeated where ranks outnumber them."""
@@ -133,10 +139,6 @@ class _Attend(torch.autograd.Function):
 
 def _split(kv: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return kv[..., :head_dim], kv[..., head_dim:]
-
-
-def _nothing() -> None:
-    pass
 
 
 def _add(total: OutSum, rows: slice, finish: Finish[tuple[Tensor, Tensor]]) -> None:

@@ -41,7 +41,6 @@ ERROR_RATIO = 2.0
 ERROR_FLOOR = {"fp64": 1e-10, "fp32": 1e-6}
 LSE_FLOOR = 1e-6
 TIMED_OUT_STATUS = 3
-ALONE_AGAIN = "alone again"  # after the mechanisms: how far the device has drifted meanwhile
 DISTRIBUTIONS = ("torch", "triton", "flash-attn", "flash-attn-4", "nvidia-cudnn-frontend", "ring-flash-attn", "yunchang", "pytest-longca")
 
 
@@ -78,7 +77,7 @@ class Bench:
     command: str
     started: float = field(default_factory=time.monotonic)
     rows: list[Row] = field(default_factory=list)
-    alone_rate: dict[tuple[int, str, str, str], float] = field(default_factory=dict)
+    alone_ms: dict[tuple[int, str, str], dict[str, float]] = field(default_factory=dict)
     verified: dict[tuple[str, ...], Outcome] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -114,7 +113,6 @@ class Bench:
         for sharing in self.settings.sharings(mask):
             what = f"{sharing.mechanism} {sharing.layout}" if sharing.layout != "contiguous" else sharing.mechanism
             self._cell(tokens, mask, name, what, partial(self._shared, tokens, mask, name, sharing))
-        self._cell(tokens, mask, name, ALONE_AGAIN, lambda: self._alone(tokens, mask, name))
 
     def _kernel(self, name: str, case: Case) -> BlockKernel:
         """The kernel of that name. Raises DidNotRun if it refuses the case's forward."""
@@ -130,7 +128,16 @@ class Bench:
         if self.world.is_staged:
             raise DidNotRun(NotVerified("right on a short case, but not timed: ranks share a GPU"))
         measured = measure_alone(self.world, case, kernel, self.settings.effort)
+        self.alone_ms[tokens, mask, name] = _medians(measured)
         return Result(case, measured, None, {"what": "the kernel alone, a rank's share of the heads"})
+
+    def _alone_around(self, tokens: int, mask: str, name: str, kernel: BlockKernel) -> dict[str, float]:
+        """Milliseconds of the kernel alone, the mean of before and after what was just timed: devices drift as they warm up."""
+        case = self.settings.case(mask, tokens, shares=self.settings.world)
+        after = _medians(measure_alone(self.world, case, kernel, replace(self.settings.effort, warmup=0)))
+        before = self.alone_ms.get((tokens, mask, name), after)
+        self.alone_ms[tokens, mask, name] = after
+        return {f"alone_{direction}_ms": (before[direction] + ms) / 2 for direction, ms in after.items()}
 
     def _shared(self, tokens: int, mask: str, name: str, sharing: Sharing) -> Result:
         case = self.settings.case(mask, tokens)
@@ -147,8 +154,10 @@ class Bench:
         if self.is_simulated:
             ranks = self.settings.simulated_ranks
             shares = [simulate(rank, case, sharing, kernel, self.settings.effort, self.world.device, shards) for rank in ranks]
+            facts |= self._alone_around(tokens, mask, name, kernel)
             return Result(case, slowest_of(shares), sharing, facts | {"simulated_ranks": list(ranks), "communication": "off"})
         measured = measure(self.world, case, sharing, kernel, self.settings.effort, shards)
+        facts |= self._alone_around(tokens, mask, name, kernel)
         if (
             sharing.lanes > 1
             and self.world.device.type == "cuda"
@@ -230,12 +239,10 @@ class Bench:
         for direction in DIRECTIONS:
             if not getattr(result, f"{direction}_ms"):
                 continue
-            flop = case.flop(Direction(direction)) // (1 if what in ("alone", ALONE_AGAIN) else self.settings.world)
+            flop = case.flop(Direction(direction)) // (1 if what == "alone" else self.settings.world)
             rate = flop / result.median_ms(direction) / 1e9
-            if what == "alone":
-                self.alone_rate[tokens, mask, kernel, direction] = rate
-            alone = self.alone_rate.get((tokens, mask, kernel, direction))
-            share = rate / alone if alone else None
+            alone_ms = facts.get(f"alone_{direction}_ms") or self.alone_ms.get((tokens, mask, kernel), {}).get(direction)
+            share = alone_ms / result.median_ms(direction) if alone_ms else None  # the same work
             setattr(row, direction, f"{rate:.1f}" + (f" ({share:.1%})" if share and what != "alone" else ""))
             self._write(
                 Record(
@@ -334,6 +341,10 @@ def _outcome(error: Exception) -> Outcome:
     if isinstance(error, ModuleNotFoundError):
         return NotInstalled(str(error), f"pip install the package of {error.name}")
     return Crashed(f"{type(error).__name__}: {error}")
+
+
+def _medians(measured: Measured) -> dict[str, float]:
+    return {direction: measured.median_ms(direction) for direction in DIRECTIONS if getattr(measured, f"{direction}_ms")}
 
 
 def _versions() -> dict[str, str]:

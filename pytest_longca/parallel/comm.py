@@ -69,24 +69,52 @@ class Channel:
             ops.append(dist.P2POp(dist.irecv, parts[source], group=self.group, group_peer=source))
         return _waiter(dist.batch_isend_irecv(ops), received, x.device, sent)
 
-    def all_to_all(self, x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], kind: str = "all_to_all") -> Wait:
-        """Send `sent_rows[r]` rows of `x` to rank r and receive `received_rows[r]` from it, concatenated in rank order."""
-        row_bytes = x.nbytes // max(1, len(x))
-        self._count(kind, (len(x) - sent_rows[self.rank]) * row_bytes, self.size - 1)
+    def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor], kind: str = "all_to_all") -> Finish[None]:
+        """Send `sent[r]` to every other rank r and fill `received[r]` (of `landing`) from it. Its own part the caller copies himself."""
+        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        self._count(kind, sum(sent[rank].nbytes for rank in others), len(others))
         if self.group is None:
-            return lambda: self._stand_in(x, sum(received_rows))
-        sent, received = self._host(x), self._host(x.new_empty(sum(received_rows), *x.shape[1:]))
-        work = dist.all_to_all_single(received, sent, list(received_rows), list(sent_rows), group=self.group, async_op=True)
-        return _waiter([work], received, x.device, sent)
+            return lambda: None
+        staged = [(received[rank], self._host(sent[rank]), self._host(received[rank]), rank) for rank in others]
+        ops = []
+        for _, out, into, rank in staged:
+            ops += [dist.P2POp(dist.isend, out, group=self.group, group_peer=rank)] if out.numel() else []
+            ops += [dist.P2POp(dist.irecv, into, group=self.group, group_peer=rank)] if into.numel() else []
+        works = dist.batch_isend_irecv(ops) if ops else []
 
-    def reduce_scatter(self, own: Tensor, others: Tensor, lengths: Sequence[int]) -> Tensor:
-        """This rank's rows of the sum over all ranks: `own` is its share of them, `others` its shares of the others' rows, in rank order.
+        def wait(operands: object = staged) -> None:  # alive as long as this function
+            for work in works:
+                work.wait()
+            for target, _, into, _ in staged:
+                if into is not target:
+                    target.copy_(into)
 
-        Shares travel in their own dtype; the sum is fp32 (fp64 for fp64).
+        return wait
+
+    def landing(self, x: Tensor, num_rows: int) -> Tensor:
+        """Where `num_rows` rows like those of `x` will be received."""
+        return self._stand_in(x, num_rows) if self.group is None else x.new_empty(num_rows, *x.shape[1:])
+
+    def reduce_scatter(self, others: Tensor, lengths: Sequence[int]) -> Wait:
+        """The sum of all other ranks' shares of this rank's rows. `others` is what it has for their rows, in rank order.
+
+        Shares travel in their own dtype; the sum of several is fp32 (fp64 for fp64).
         """
-        each = self.without_own([len(own)] * self.size)
-        parts = self.all_to_all(others, self.without_own(lengths), each, kind="reduce_scatter")()
-        return parts.view(self.size - 1, *own.shape).sum(0, dtype=accumulation_dtype(own.dtype)).add_(own)
+        received = self.landing(others, (self.size - 1) * lengths[self.rank])
+        each = self.without_own([lengths[self.rank]] * self.size)
+        wait = self.all_to_all(others.split(self.without_own(lengths)), received.split(each), kind="reduce_scatter")
+
+        def summed() -> Tensor:
+            wait()
+            parts = received.view(self.size - 1, -1, *others.shape[1:])
+            return parts[0] if len(parts) == 1 else parts.sum(0, dtype=accumulation_dtype(others.dtype))
+
+        return summed
+
+    @property
+    def others(self) -> list[slice]:
+        """The places of the other ranks."""
+        return [places for places in (slice(0, self.rank), slice(self.rank + 1, self.size)) if places.start < places.stop]
 
     def without_own(self, lengths: Sequence[int]) -> list[int]:
         """The lengths with 0 for this rank."""
@@ -129,10 +157,11 @@ class Communicator(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Ring:
-    """Blocks move from neighbour to neighbour; a gradient follows its block one hop behind, in fp32, and makes the last hop home.
+    """Blocks move from neighbour to neighbour; a gradient follows its block one hop behind, in fp32, until it comes home.
 
-    `stride` is the distance between neighbours in ring ranks, `lengths` the tokens of each ring rank. `is_last`: nothing is added to what
-    comes home, so that it makes its last hop in the block's own dtype.
+    What a rank adds to its own block's gradient stays there and is added last, so that the way home is beside the work on it.
+    `stride` is the distance between neighbours in ring ranks, `lengths` the tokens of each ring rank. `is_last`: nothing else is added to
+    what comes home, so that it makes its last hop in the block's own dtype.
     """
 
     channel: Channel
@@ -150,23 +179,28 @@ class Ring:
     def adjoint(self, block: Block, body: Body) -> Finish[Tensor | None]:
         if self.channel.size == 1:
             return body(block)
+        narrow, wide = block.data.dtype, accumulation_dtype(block.data.dtype)
+        visitors = self.blocks(block)
+        own = body(next(visitors))
         travelling: Finish[Block] | None = None
         launched: list[tuple[Block, Finish[Tensor | None]]] = []
 
-        def grad() -> Block:
-            """The gradient of the block whose work was launched first, this rank's share added."""
+        def send(dtype: torch.dtype) -> Finish[Block]:
+            """Send on the gradient of the block whose work was launched first, this rank's share added."""
             visitor, finish = launched.pop(0)
-            own = finish()  # before the wait: the gradient of the hop before is still in flight
-            return Block(_added(travelling().data if travelling else None, own, visitor.data), visitor.sources)
+            share = finish()  # before the wait: the gradient of the hop before is still in flight
+            grad = _sum(travelling().data if travelling else None, share)
+            return self._shift(Block((torch.zeros_like(visitor.data) if grad is None else grad).to(dtype), visitor.sources))
 
-        for visitor in self.blocks(block):
+        for visitor in visitors:
             launched.append((visitor, body(visitor)))
             if len(launched) > 1:
-                travelling = self._shift(grad())
+                travelling = send(wide)
 
         def home() -> Tensor:
-            last = grad()
-            return self._shift(Block(last.data.to(block.data.dtype), last.sources) if self.is_last else last)().data
+            arriving = send(narrow if self.is_last else wide)
+            share = own()
+            return _with(arriving().data, share)
 
         return home
 
@@ -178,11 +212,14 @@ class Ring:
         return lambda: Block(wait(), (before,))
 
 
-def _added(travelling: Tensor | None, grad: Tensor | None, block: Tensor) -> Tensor:
-    if travelling is None:
-        dtype = accumulation_dtype(block.dtype)
-        return torch.zeros_like(block, dtype=dtype) if grad is None else grad.to(dtype)
-    return travelling if grad is None else travelling.add_(grad)
+def _sum(travelling: Tensor | None, share: Tensor | None) -> Tensor | None:
+    if travelling is None or share is None:
+        return share if travelling is None else travelling
+    return travelling.add_(share)
+
+
+def _with(arrived: Tensor, own: Tensor | None) -> Tensor:
+    return arrived if own is None else arrived + own
 
 
 @dataclass(slots=True, eq=False)
@@ -208,9 +245,12 @@ class Gather:
             return launched[0][1]
 
         def home() -> Tensor:
-            own, others = (torch.zeros_like(visitor.data) if (grad := finish()) is None else grad for visitor, finish in launched)
-            sources = launched[1][0].sources
-            return self.channel.reduce_scatter(own, self._ordered(others, sources, 1), self._members(block)[1])
+            (visitor, others), (_, own) = launched[1], launched[0]
+            grad = torch.zeros_like(visitor.data) if (found := others()) is None else found
+            lengths = self._members(block)[1]
+            arriving = self.channel.reduce_scatter(self._ordered(grad, visitor.sources, 1), lengths)
+            share = own()
+            return _with(arriving(), share)
 
         return home
 

@@ -4,6 +4,7 @@ In `groups` pipelined parts, each one packed message: only the first way in and 
 the attention of another group.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -43,16 +44,18 @@ class HeadExchange:
             yield slice(start, stop)
 
     def _exchanged(self, tensors: Sequence[Tensor], heads: slice) -> list[Tensor]:
-        size, tokens = self.channel.size, len(tensors[0])
-        split = size, sum(self.groups), -1
+        channel, tokens, split = self.channel, len(tensors[0]), (self.channel.size, sum(self.groups), -1)
         shares = [x.unflatten(1, split)[:, :, heads].flatten(2, 3).transpose(0, 1) for x in tensors]  # [U, tokens, heads, dim]
         widths = [share.shape[2] * share.shape[3] for share in shares]
-        packed = tensors[0].new_empty(size, tokens, sum(widths))
-        for part, share in zip(packed.split(widths, -1), shares, strict=True):
-            _copy(part.unflatten(-1, share.shape[2:]), share)
-        received = self.channel.all_to_all(packed.flatten(0, 1), [tokens] * size, self.lengths)()
-        shapes = [share.shape[2:] for share in shares]
-        return [part.unflatten(-1, shape) for part, shape in zip(received.split(widths, -1), shapes, strict=True)]
+        packed = tensors[0].new_empty(channel.size, tokens, sum(widths))
+        received = channel.landing(packed[channel.rank], sum(self.lengths))
+        places = received.split(list(self.lengths))
+        for others in channel.others:
+            _pack(packed[others], [share[others] for share in shares])
+        wait = channel.all_to_all(packed.unbind(), places)
+        _pack(places[channel.rank], [share[channel.rank] for share in shares])  # beside the transfer
+        wait()
+        return [part.unflatten(-1, share.shape[2:]) for part, share in zip(received.split(widths, -1), shares, strict=True)]
 
 
 @dataclass(slots=True, eq=False)
@@ -72,21 +75,35 @@ class WayBack:
         if channel.size == 1:
             self._wholes = list(tensors)
             return
-        size, own, heads = channel.size, lengths[channel.rank], next(self._to_send)
-        split = [(heads.stop - heads.start, -1, x.shape[2]) for x in tensors]
-        received = channel.all_to_all(_side_by_side(tensors), lengths, [own] * size)()
-        parts = received.view(size, own, -1).transpose(0, 1).split([x.shape[1] * x.shape[2] for x in tensors], -1)
-        shares = [
-            part.unflatten(-1, shape) for part, shape in zip(parts, split, strict=True)
-        ]  # [own tokens, U, kv heads, their heads, dim]
+        heads, own = next(self._to_send), lengths[channel.rank]
         if not self._wholes:
-            self._wholes = [share.new_empty(own, size, sum(groups), *share.shape[3:]) for share in shares]
-        for whole, share in zip(self._wholes, shares, strict=True):
-            _copy(whole[:, :, heads], share)
+            self._wholes = [
+                x.new_empty(own, channel.size, sum(groups), x.shape[1] // (heads.stop - heads.start), x.shape[2]) for x in tensors
+            ]
+        places = [whole[:, :, heads].transpose(0, 1) for whole in self._wholes]  # [U, own tokens, kv heads, query heads of each, dim]
+        parts = _side_by_side(tensors).split(list(lengths))
+        received = channel.landing(parts[channel.rank], channel.size * own).view(channel.size, own, -1)
+        wait = channel.all_to_all(parts, received.unbind())
+        _unpack(parts[channel.rank], [place[channel.rank] for place in places])  # beside the transfer
+        wait()
+        for others in channel.others:
+            _unpack(received[others], [place[others] for place in places])
 
     def result(self) -> list[Tensor]:
         """The tensors that were sent, `[tokens, heads, dim]` each: this rank's tokens, all heads."""
         return self._wholes if self.exchange.channel.size == 1 else [whole.flatten(1, 3) for whole in self._wholes]
+
+
+def _pack(packed: Tensor, parts: Sequence[Tensor]) -> None:
+    """Write `[..., heads, dim]` parts side by side."""
+    for place, part in zip(packed.split([part.shape[-2] * part.shape[-1] for part in parts], -1), parts, strict=True):
+        _copy(place.unflatten(-1, part.shape[-2:]), part)
+
+
+def _unpack(packed: Tensor, places: Sequence[Tensor]) -> None:
+    """Write what lies side by side to `[..., kv heads, query heads of each, dim]` places."""
+    for part, place in zip(packed.split([math.prod(place.shape[-3:]) for place in places], -1), places, strict=True):
+        _copy(place, part.unflatten(-1, place.shape[-3:]))
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -1,14 +1,16 @@
-"""Lanes: two streams on which block kernels take turns, and one for everything else.
+"""Lanes: two streams on which block kernels take turns, one below them for what no transfer is waited for, and one for everything else.
 
-A kernel ends in a wave that leaves processors idle; the next one, on the other lane, fills them. Packing, merging and the waits for
-transfers are on the spine, a stream of high priority, or they would wait until every block of the kernels that were launched before them
-has started.
+A kernel ends in a wave that leaves processors idle; the next one, on the other lane, fills them. What has all it needs from the start, a
+rank's own block, is on the lowest lane: it runs wherever the others wait for transfers, and last, so that their results travel beside it.
+Packing, merging and the waits for transfers are on the spine, a stream of high priority, or they would wait until every block of the
+kernels that were launched before them has started.
 
 Memory: whatever a lane reads is kept until the spine has waited for the lane, and a lane starts behind all that the spine was given. So no
 stream gets memory that another one still uses, without the allocator being told.
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,6 +29,7 @@ class Lanes:
 
     spine: "torch.cuda.Stream | None" = None
     lanes: "tuple[torch.cuda.Stream, ...]" = ()
+    lowest: "torch.cuda.Stream | None" = None
     _met: set[object] = field(default_factory=set)
     _num_launched: int = 0
 
@@ -35,8 +38,8 @@ class Lanes:
         """The lanes of a device; with one, kernels run on the spine, one after another."""
         if device.type != "cuda":
             return cls()
-        spine, *lanes = _streams(device)
-        return cls(spine, tuple(lanes) if count > 1 else ())
+        spine, *lanes, lowest = _streams(device)
+        return cls(spine, tuple(lanes), lowest) if count > 1 else cls(spine)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -50,8 +53,8 @@ class Lanes:
             yield
         caller.wait_stream(self.spine)
 
-    def launch(self, key: object, call: Callable[[], T]) -> Finish[T]:
-        """Run `call` on the next lane, behind what the spine has been given. Only inside `apart`.
+    def launch(self, key: object, call: Callable[[], T], *, is_lowest: bool = False) -> Finish[T]:
+        """Run `call` on the next lane, or the lowest, behind what the spine has been given. Only inside `apart`.
 
         The first call of a `key` (segment, shapes) makes what the kernel derives from it and both lanes will read, so it is on the spine.
         """
@@ -59,9 +62,8 @@ class Lanes:
             self._met.add(key)
             result = call()
             return lambda: result
-        assert self.spine is not None
-        spine, lane = self.spine, self.lanes[self._num_launched % len(self.lanes)]
-        self._num_launched += 1
+        spine, lane = self.spine, self.lowest if is_lowest else self._next_lane()
+        assert spine is not None and lane is not None
         lane.wait_stream(spine)
         with torch.cuda.stream(lane):
             result = call()
@@ -73,19 +75,27 @@ class Lanes:
 
         return finish
 
+    def _next_lane(self) -> "torch.cuda.Stream":
+        lane = self.lanes[self._num_launched % len(self.lanes)]
+        self._num_launched += 1
+        return lane
+
 
 @cache
 def _streams(device: torch.device) -> "tuple[torch.cuda.Stream, ...]":
-    """Spine and lanes, the same for everything on a device: memory stays with the stream that it was allocated on."""
-    return tuple(torch.cuda.Stream(device, priority=priority) for priority in (-1, 0, 0))
+    """Spine, lanes and the lowest, the same for everything on a device: memory stays with the stream that it was allocated on."""
+    return tuple(torch.cuda.Stream(device, priority=priority) for priority in (-2, -1, -1, 0))
 
 
-def ahead(launched: Iterable[Finish[T]]) -> Iterator[T]:
-    """The results of an iterable that launches as it goes, in order: each is waited for when the next has been launched."""
-    before: Finish[T] | None = None
+def ahead(launched: Iterable[Finish[T]], by: int = 2) -> Iterator[T]:
+    """The results of an iterable that launches as it goes, in order: each is waited for when the next `by` have been launched.
+
+    By one, and the last small kernels of one group, which wait beside the next group's large one, would hold up the launch of the third.
+    """
+    waiting: deque[Finish[T]] = deque()
     for finish in launched:
-        if before is not None:
-            yield before()
-        before = finish
-    if before is not None:
-        yield before()
+        waiting.append(finish)
+        if len(waiting) > by:
+            yield waiting.popleft()()
+    while waiting:
+        yield waiting.popleft()()

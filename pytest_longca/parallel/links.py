@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from pytest_longca.parallel.comm import Channel, Wait
+from pytest_longca.parallel.lanes import Finish
 from pytest_longca.parallel.mechanisms import Mesh
 from pytest_longca.parallel.timing import Effort, RankClock
 from pytest_longca.parallel.world import World
 
+Launch = Callable[[Channel, torch.Tensor], Finish[object]]
 SIZES_BYTES = (2**20, 2**23, 2**25, 2**27)
 
 
@@ -52,7 +54,7 @@ def measure_links(world: World, effort: Effort) -> dict[str, list[tuple[float, f
     }
 
 
-def _transfer(launch: Callable[[Channel, torch.Tensor], Wait], channel: Channel, num_bytes: int, world: World) -> Callable[[], object]:
+def _transfer(launch: Launch, channel: Channel, num_bytes: int, world: World) -> Callable[[], object]:
     rows = torch.zeros(world.size * 64, num_bytes // (world.size * 128), dtype=torch.bfloat16, device=world.device)
     return lambda: launch(channel, rows)()
 
@@ -65,12 +67,11 @@ def _gather(channel: Channel, x: torch.Tensor) -> Wait:
     return channel.gather(x, [len(x)] * channel.size)
 
 
-def _all_to_all(channel: Channel, x: torch.Tensor) -> Wait:
-    rows = [len(x) // channel.size] * channel.size
-    return channel.all_to_all(x, rows, rows)
+def _all_to_all(channel: Channel, x: torch.Tensor) -> Finish[None]:
+    return channel.all_to_all(x.chunk(channel.size), channel.landing(x, len(x)).chunk(channel.size))
 
 
-_KINDS: dict[str, tuple[Callable[[Channel, torch.Tensor], Wait], Callable[[int], float]]] = {
+_KINDS: dict[str, tuple[Launch, Callable[[int], float]]] = {
     "shift": (_shift, lambda size: 1.0),
     "gather": (_gather, lambda size: size - 1.0),
     "all_to_all": (_all_to_all, lambda size: (size - 1) / size),

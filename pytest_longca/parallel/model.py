@@ -98,25 +98,22 @@ def _exchange_exposed_ms(case: Case, sharing: Sharing, mesh: Mesh, compute_ms: f
 
 
 def _ring_exposed_ms(case: Case, mesh: Mesh, direction: str, compute_ms: float, network: Network) -> float:
-    """What hops outlast the blocks behind which they are hidden; in the backward a gradient travels with each block, and once more home.
+    """What hops outlast the blocks behind which they are hidden; in the backward a gradient travels with each block but the rank's own.
 
-    The very last hop home is in the operands' dtype.
+    The way home is hidden behind that.
     """
     step = compute_ms / mesh.ring
     kv, grad = _block_bytes(case, mesh, BF16_BYTES), _block_bytes(case, mesh, FP32_BYTES) * (direction == "bwd")
     inner, outer = network.along(mesh, "inner"), network.along(mesh, "outer")
     exposed = mesh.outer * (mesh.inner - 1) * max(0.0, inner.ms(kv) + inner.ms(grad) - step)
     exposed += (mesh.outer - 1) * max(0.0, outer.ms(kv) + outer.ms(grad) - step * mesh.inner)
-    if direction == "fwd":
-        return exposed
-    home = inner.ms(kv if mesh.outer == 1 else grad) if mesh.inner > 1 else 0.0
-    return exposed + home + (outer.ms(kv) if mesh.outer > 1 else 0.0)
+    return exposed
 
 
 def _gather_ms(case: Case, mesh: Mesh, direction: str, compute_ms: float, network: Network) -> float:
-    """What a gather outlasts the rank's own block, and backward the gradients' way, in the operands' dtype."""
+    """What a gather outlasts the rank's own block: the keys' and values' way, and backward their gradients' too, in the operands' dtype."""
     one_way = network.exchange_ms((mesh.inner - 1) * _block_bytes(case, mesh, BF16_BYTES), mesh, "inner")
-    return max(0.0, one_way - compute_ms / mesh.ring) + (one_way if direction == "bwd" else 0.0)
+    return max(0.0, one_way * (2 if direction == "bwd" else 1) - compute_ms / mesh.ring)
 
 
 def compute_table(records: Sequence[Record]) -> Computed:

@@ -90,9 +90,8 @@ def expected_traffic(case: Case, mesh: Mesh, gathers: bool) -> dict[str, int]:
             "reduce_scatter_bytes": (ring - 1) * block,
             "reduce_scatter_messages": ring - 1,
         }
-    home = (ring if mesh.inner > 1 else 0) + (mesh.outer if mesh.outer > 1 else 0)  # hops of gradients
-    if ring > 1:
-        found |= {"shift_bytes": (2 * (ring - 1) + home) * block, "shift_messages": groups * (2 * (ring - 1) + home)}
+    if ring > 1:  # blocks forward and backward, and their gradients
+        found |= {"shift_bytes": 3 * (ring - 1) * block, "shift_messages": groups * 3 * (ring - 1)}
     return found
 
 

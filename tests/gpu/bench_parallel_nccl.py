@@ -42,9 +42,9 @@ class Stage:
 PEERS = "--peers ring-flash-attn,yunchang"
 ONCE = "--tokens 32768 --layouts zigzag --no-exposed"
 STAGES = (
-    Stage("fa2", 170, f"--kernels fa2 --masks causal,full --tokens 32768 --layouts striped {PEERS} --links"),
-    Stage("fa2_8k", 70, f"--kernels fa2 --masks causal,full --tokens 8192 --layouts striped {PEERS}"),
-    Stage("fast", 120, "--kernels cudnn_flex --masks causal,full --tokens 32768 --layouts striped", 75),
+    Stage("fa2", 190, f"--kernels fa2 --masks causal,full --tokens 32768 --layouts striped {PEERS} --links"),
+    Stage("fa2_8k", 80, f"--kernels fa2 --masks causal,full --tokens 8192 --layouts striped {PEERS}"),
+    Stage("fast", 140, "--kernels cudnn_flex --masks causal,full --tokens 32768 --layouts striped", 75),
     Stage("torch", 45, "--kernels= --peers torch --masks causal,full --tokens 32768,8192"),
     Stage(
         "documents",

@@ -144,7 +144,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 def streamed(kind: type[Lanes] = Lanes) -> Lanes:
-    return kind(Stream("spine"), (Stream("lane 0"), Stream("lane 1")))  # type: ignore[arg-type]  # what they do of a stream
+    return kind(Stream("spine"), (Stream("lane 0"), Stream("lane 1")), Stream("lowest"))  # type: ignore[arg-type]  # what they do of a stream
 
 
 def a_rank(mask: str, sharing: Sharing, lanes: Lanes) -> tuple[ContextParallel, tuple[torch.Tensor, ...]]:
@@ -181,8 +181,8 @@ def test_no_stream_meets_memory_that_another_still_uses(watch: Watch, mask: str,
 class Careless(Lanes):
     """Results are not waited for."""
 
-    def launch(self, key: object, call: Callable[[], Any]) -> Finish[Any]:
-        finish = super().launch(key, call)
+    def launch(self, key: object, call: Callable[[], Any], *, is_lowest: bool = False) -> Finish[Any]:
+        finish = super().launch(key, call, is_lowest=is_lowest)
         result = next(
             cell.cell_contents for name, cell in zip(finish.__code__.co_freevars, finish.__closure__ or (), strict=True) if name == "result"
         )  # type: ignore[attr-defined]  # a function
@@ -192,8 +192,8 @@ class Careless(Lanes):
 class Forgetful(Lanes):
     """Operands are not kept until the lane has read them."""
 
-    def launch(self, key: object, call: Callable[[], Any]) -> Finish[Any]:
-        finish = super().launch(key, call)
+    def launch(self, key: object, call: Callable[[], Any], *, is_lowest: bool = False) -> Finish[Any]:
+        finish = super().launch(key, call, is_lowest=is_lowest)
         if getattr(finish, "__defaults__", None):
             finish.__defaults__ = (None,)  # type: ignore[attr-defined]  # a function
         return finish
@@ -284,15 +284,36 @@ def test_first_call_of_a_segment_is_on_the_spine(watch: Watch) -> None:
     assert where == ["spine", "lane 0", "spine", "lane 1", "lane 0"]
 
 
-def test_ahead_finishes_each_after_the_next_is_launched() -> None:
+def test_rank_s_own_block_is_on_the_lowest_lane_and_finished_last(watch: Watch) -> None:
+    where: list[str] = []
+
+    class Recorded(NaiveBlock):
+        def block_backward(self, *operands: Any) -> Any:
+            where.append(watch.current[-1].name)
+            return super().block_backward(*operands)
+
+    for sharing, wanted in ((Sharing("ring_p2p", 4), ["lowest", *["lane"] * 3]), (Sharing("ulysses", 4), ["lane"] * 2)):
+        bound, (q, k, v, do) = a_rank("full", sharing, streamed())
+        bound.kernel = Recorded()
+        with watch:
+            run(bound, (q, k, v, do))
+            saved = bound.forward(q, k, v)[2]
+            where.clear()
+            bound.backward(do, saved)
+        assert [name.split()[0] for name in where] == wanted
+
+
+def test_ahead_finishes_each_after_the_next_two_are_launched() -> None:
     events: list[str] = []
 
     def launch(name: str) -> Finish[str]:
         events.append(f"launch {name}")
         return lambda: events.append(f"finish {name}") or name
 
-    assert list(ahead(launch(name) for name in "abc")) == ["a", "b", "c"]
-    assert events == ["launch a", "launch b", "finish a", "launch c", "finish b", "finish c"]
+    assert list(ahead(launch(name) for name in "abcd")) == ["a", "b", "c", "d"]
+    assert events == [
+        f"{what} {name}" for what, name in zip(["launch"] * 3 + ["finish", "launch"] + ["finish"] * 3, "abcadbcd", strict=True)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
