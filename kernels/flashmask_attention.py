@@ -34,7 +34,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float,
     strides = (*_strides(q), *_strides(k, v, tma=tma), *_strides(out))
     for_strides(forward.forward_kernel, strides)[grid](
         q, _streamed(k, tile, tma), _streamed(v, tile, tma), out, lse,
-        plan.rows, plan.fwd.runs, plan.fwd.items, *order, heads_q, heads_q // k.shape[2],
+        plan.rows, plan.runs, plan.fwd.items, *order, heads_q, heads_q // k.shape[2],
         _blocks(seqlen_q, tile), seqlen_q, k.shape[1], seqlen_q, scale * LOG2_E, *strides,
         BLOCK_M=tile.block, BLOCK_N=tile.step, PIECES=plan.row_pieces, **_constants(q, v, tma), **_options(tile),
     )  # fmt: skip
@@ -66,7 +66,7 @@ def _launch_dq(
     strides = (*_strides(q), *_strides(k, v, tma=tma), *_strides(out, do, dq))
     for_strides(backward.dq_kernel, strides)[grid](
         q, _streamed(k, tile, tma), _streamed(v, tile, tma), out, do, dq, lse, stats,
-        plan.rows, schedule.runs, schedule.items, *order, heads_q, group, _blocks(seqlen_q, tile),
+        plan.rows, plan.runs, schedule.items, *order, heads_q, group, _blocks(seqlen_q, tile),
         seqlen_q, k.shape[1], seqlen_q, stats.shape[-1], stats.numel() // 2, scale * LOG2_E, scale, *strides,
         BLOCK_M=tile.block, BLOCK_N=tile.step, PIECES=plan.row_pieces, **_constants(q, v, tma), **_options(tile),
     )  # fmt: skip
@@ -83,7 +83,7 @@ def _launch_dkdv(tensors: Sequence[Tensor], stats: Tensor, plan: Plan, schedule:
     strides = (*_strides(q, tma=tma), *_strides(k, v), *_strides(do, tma=tma), *_strides(dk, dv))
     for_strides(backward.dkdv_kernel, strides)[grid](
         _streamed(q, tile, tma), k, v, _streamed(do, tile, tma), dk, dv,
-        dk_parts, dv_parts, stats, plan.columns, schedule.runs, schedule.items,
+        dk_parts, dv_parts, stats, plan.columns, plan.runs, schedule.items,
         *order, heads_kv, q.shape[2], blocks, q.shape[1], seqlen_kv, seqlen_kv,
         stats.shape[-1], stats.numel() // 2, parts, scale * LOG2_E, scale, *strides,
         BLOCK_N=tile.block, BLOCK_M=tile.step, PIECES=plan.column_pieces, EARLY=tile.early, **constants, **_options(tile),

@@ -13,14 +13,16 @@ def masked_queries(rows: Stretches, seqlen_q: int, seqlen_kv: int) -> Stretches 
     other. The ends of the runs cut the keys into ranges that the same runs mark: each is a stretch.
     """
     is_end, key, length, query, slope = _marks(rows, seqlen_q, seqlen_kv)
-    edges = np.sort(np.concatenate((key, key + length, (0, seqlen_kv))))
+    ends = np.concatenate((key, key + length))
+    edges = np.sort(np.concatenate((ends, (0, seqlen_kv))))
     first = edges[:-1][edges[1:] != edges[:-1]]
     ranges = len(first)
-    low, high = np.searchsorted(first, (key, key + length))
-    total = int((high - low).sum())
+    low, high = np.searchsorted(first, ends).reshape(2, -1)
+    covered = high - low
+    total = int(covered.sum())
     if total > 4 * ranges:  # more than two begins and two ends for each
         return None
-    run, number = spread(high - low)
+    run, number = spread(covered)
     inside = low[run] + number
     slot = is_end[run] * ranges + inside
     marks = np.bincount(slot, minlength=2 * ranges)

@@ -7,17 +7,16 @@ On a GPU the operations of a plan would be many and small, and cost their launch
 all in numpy on their stretches, and sends the columns and all tables back in another.
 """
 
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pytest_longca.kernels.flashmask_columns import masked_queries, visible_queries
 from pytest_longca.kernels.flashmask_stretches import Ints, Ints32, Stretches, spread
-from pytest_longca.kernels.flashmask_tiles import PARTIAL, Grid, tile_runs
+from pytest_longca.kernels.flashmask_tiles import Grid, tile_runs
 
 WORTH_SPLITTING = 0.01
 """Entries whose work is below this part of a processor's share are not split."""
@@ -62,16 +61,15 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The tiles of every program of one kernel.
+    """The programs of one kernel.
 
-    `runs` int32 `[runs + 1, 2]`: (first tile, tiles). `items` int32 `[programs, 16]`, heaviest first, all that a program reads before
-    its first tile: (entry, first head of the group, heads, slot of the partial sums or -1), then for the full and for the partial
-    tiles (first run, one past its last, tiles, first tile, tiles of the first run), then 2 unused. An entry is `mask batch * blocks +
-    block`. `splits` int32 `[split entries, 3]`: (entry, first slot, slots). `whole` counts the items before the first split one,
-    `longest` is the work of the heaviest program over the mean of all, in tiles.
+    `items` int32 `[programs, 16]`, heaviest first, all that a program reads before its first tile: (entry, first head of the group,
+    heads, slot of the partial sums or -1), then for the full and for the partial tiles (first run, one past its last, tiles, first tile,
+    tiles of the first run), then 2 unused. An entry is `mask batch * blocks + block`. `splits` int32 `[split entries, 3]`: (entry, first
+    slot, slots). `whole` counts the items before the first split one, `longest` is the work of the heaviest program over the mean of
+    all, in tiles.
     """
 
-    runs: Tensor
     items: Tensor
     splits: Tensor
     slots: int
@@ -81,31 +79,27 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A mask in the two column forms and the schedule of each kernel.
+    """A mask in the two column forms, its tiles and the schedule of each kernel.
 
     `rows` int32 `[mask batch, seqlen_q, 4]`: the visible keys of each query, two half-open intervals. `columns` int32
     `[mask batch, seqlen_kv, 4]`: the masked queries of each key, FlashMask's form. `row_pieces` and `column_pieces`: how many are used.
-    `dq` and `dkdv` are None in a plan for the forward alone.
+    `runs` int32 `[runs + 1, 2]`: (first tile, tiles), of all kernels. `dq` and `dkdv` are None in a plan for the forward alone.
     """
 
     rows: Tensor
     columns: Tensor
+    runs: Tensor
     row_pieces: int
     column_pieces: int
     fwd: Schedule
     dq: Schedule | None
     dkdv: Schedule | None
-    tensors: tuple[Tensor, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        schedules = [s for s in (self.fwd, self.dq, self.dkdv) if s is not None]
-        parts = [t for s in schedules for t in (s.runs, s.items, s.splits)]
-        object.__setattr__(self, "tensors", (self.rows, self.columns, *parts))
 
     @property
     def nbytes(self) -> int:
         """Memory of the plan."""
-        return sum({t.data_ptr(): t.nbytes for t in self.tensors if t.numel()}.values())
+        parts = [table for schedule in (self.fwd, self.dq, self.dkdv) if schedule for table in (schedule.items, schedule.splits)]
+        return sum({t.data_ptr(): t.nbytes for t in (self.rows, self.columns, self.runs, *parts) if t.numel()}.values())
 
 
 def make_plan(
@@ -132,16 +126,21 @@ def make_plan(
     columns = [own for own in masked if own is not None]
     if len(columns) < batch:
         return None
+    seen = [own.intervals() for own in rows]
     by_rows = list(dict.fromkeys((tile.block, tile.step) for tile in (fwd, dq) if tile))
-    kernels = [[Grid(own, seqlen_kv, *sizes, by_keys=False) for own in rows] for sizes in by_rows]
+    kernels = [[Grid(own, seqlen_q, seqlen_kv, *sizes, by_keys=False) for own in seen] for sizes in by_rows]
+    sharing = [1] * len(kernels)  # heads that programs may divide among each other
     if dkdv:
-        seen = [visible_queries(own, seqlen_q) for own in columns]
-        kernels.append([Grid(own, seqlen_q, dkdv.block, dkdv.step, by_keys=True) for own in seen])
-    drafts = _drafts(kernels, group, processors / heads)
-    table, schedules = _on_device(columns, seqlen_kv, drafts, row_intervals.device)
+        seen = [visible_queries(own, seqlen_q).intervals() for own in columns]
+        kernels.append([Grid(own, seqlen_kv, seqlen_q, dkdv.block, dkdv.step, by_keys=True) for own in seen])
+        sharing.append(group)
+    runs, walks = _walks(kernels)
+    drafts = [_draft(own, divided, processors / heads) for own, divided in zip(walks, sharing, strict=True)]
+    table, tiles, schedules = _on_device(columns, seqlen_kv, runs, drafts, row_intervals.device)
     return Plan(
         rows=lines,
         columns=table,
+        runs=tiles,
         row_pieces=max((own.pieces for own in rows), default=1),
         column_pieces=max((own.pieces for own in columns), default=1),
         fwd=schedules[0],
@@ -154,59 +153,50 @@ def make_plan(
 class _Draft:
     """A schedule whose tables are still on the host."""
 
-    tables: tuple[Ints32, Ints32, Ints]
+    items: Ints32
+    splits: Ints
     slots: int
     whole: int
     longest: float
 
 
-def _drafts(kernels: list[list[Grid]], group: int, rate: float) -> list[_Draft]:
-    """The schedule of each kernel from its grids. The entries of one by keys may be split over the heads of their group."""
-    entry, tile, count, kind = tile_runs([grid for grids in kernels for grid in grids])
-    entries = [0, *accumulate(sum(grid.blocks for grid in grids) for grids in kernels)]
-    borders = np.searchsorted(entry, entries).tolist()
-    drafts = []
-    for grids, (begin, end), (first, last) in zip(kernels, pairwise(entries), pairwise(borders), strict=True):
-        own = (entry[first:last] - begin, tile[first:last], count[first:last], kind[first:last] == PARTIAL)
-        drafts.append(_draft(end - begin, *own, *((group, rate) if grids[0].by_keys else (1, 0.0))))
-    return drafts
+def _walks(kernels: list[list[Grid]]) -> tuple[Ints32, list[Ints32]]:
+    """The runs of all kernels, and for each kernel `[entries, 10]`: what the items of an entry say of its full and its partial tiles."""
+    sizes = [sum(grid.blocks for grid in grids) for grids in kernels]
+    walk, tile, count = tile_runs([grid for grids in kernels for grid in grids])
+    runs = np.zeros((len(walk) + 1, 2), np.int32)
+    runs[:-1, 0], runs[:-1, 1] = tile, count
+    entries = sum(sizes)
+    number = np.bincount(walk, minlength=2 * entries)
+    last = number.cumsum()
+    first = last - number
+    walks = np.empty((entries, 2, 5), np.int32)
+    by_kind = walks.swapaxes(0, 1)
+    by_kind[..., 0], by_kind[..., 1] = first.reshape(2, -1), last.reshape(2, -1)
+    by_kind[..., 2] = np.bincount(walk, count, 2 * entries).reshape(2, -1)
+    by_kind[..., 3:] = runs.take(first, 0).reshape(2, -1, 2)
+    return runs, [walks[end - size : end].reshape(-1, 10) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
-def _draft(entries: int, entry: Ints, tile: Ints, count: Ints, is_partial: NDArray[np.bool_], group: int, rate: float) -> _Draft:
-    """The schedule of one kernel from its runs. Its entries may be split over the heads of their group for `rate` processors each."""
-    order = is_partial.argsort(kind="stable")
-    table = np.zeros((len(order) + 1, 2), np.int32)
-    table[:-1, 0], table[:-1, 1] = tile.take(order), count.take(order)
-    runs = np.bincount(entry + is_partial * entries, minlength=2 * entries)
-    last = runs.cumsum()
-    first = last - runs
-    before = np.zeros(len(table), np.int64)
-    table[:-1, 1].cumsum(out=before[1:])
-    tiles = before[last] - before[first]
-    walks = np.array((first, last, tiles, *table.take(first, 0).T), np.int32).reshape(5, 2, entries).swapaxes(0, 1)
-    programs, splits, longest = _programs(tiles[:entries] + tiles[entries:], group, rate)
-    items = np.zeros((programs.shape[1], 16), np.int32)
-    items[:, :4] = programs.T
-    items[:, 4:14] = walks.reshape(10, entries).take(programs[0], 1).T
+def _draft(walks: Ints32, group: int, rate: float) -> _Draft:
+    """The schedule of one kernel. Its entries may be split over the heads of their group for `rate` processors each."""
+    tiles = walks[:, 2].astype(np.int64) + walks[:, 7]
+    (entry, first, heads, slot), splits = _programs(tiles, group, rate)
+    items = np.zeros((len(entry), 16), np.int32)
+    items[:, 0], items[:, 1], items[:, 2], items[:, 3] = entry, first, heads, slot
+    items[:, 4:14] = walks.take(entry, 0)
+    size = tiles[entry] * heads
+    items = items.take((-size).argsort(kind="stable"), 0)
     slots = int(splits[:, 2].sum())
-    whole = int((programs[3] >= 0).argmax()) if slots else len(items)
-    return _Draft((table, items, splits), slots, whole, longest)
-
-
-def _programs(tiles: Ints, group: int, rate: float) -> tuple[Ints, Ints, float]:
-    """(`[4, programs]`: what items begin with; splits, longest) of entries with `tiles` tiles a head; see Schedule."""
-    if group > 1 and rate:
-        programs, splits = _split(tiles, group, rate)
-    else:
-        programs, splits = np.zeros((4, len(tiles)), np.int64), np.zeros((0, 3), np.int64)
-        programs[0], programs[2], programs[3] = np.arange(len(tiles)), group, -1
-    size = tiles[programs[0]] * programs[2]
+    whole = int((items[:, 3] >= 0).argmax()) if slots else len(items)
     longest = float(size.max()) / (max(1, int(size.sum())) / len(size)) if len(size) else 0.0
-    return programs.take((-size).argsort(kind="stable"), 1), splits, longest
+    return _Draft(items, splits, slots, whole, longest)
 
 
-def _split(tiles: Ints, group: int, rate: float) -> tuple[Ints, Ints]:
+def _programs(tiles: Ints, group: int, rate: float) -> tuple[tuple[Ints, Ints | int, Ints | int, Ints | int], Ints]:
     """(entry, first head, heads, slot or -1) of each program and the splits, in the order of the entries."""
+    if group == 1:
+        return (np.arange(len(tiles)), 0, 1, -1), np.zeros((0, 3), np.int64)
     heads = _heads_each(tiles * group, group, rate)
     pieces = -(-group // heads)
     entry, number = spread(pieces)
@@ -216,7 +206,7 @@ def _split(tiles: Ints, group: int, rate: float) -> tuple[Ints, Ints]:
     slot = np.where(is_split, is_split.cumsum() - 1, -1)
     split = np.flatnonzero(heads < group)
     slots = pieces[split]
-    return np.array((entry, first, np.minimum(own, group - first), slot)), np.array((split, slots.cumsum() - slots, slots)).T
+    return (entry, first, np.minimum(own, group - first), slot), np.array((split, slots.cumsum() - slots, slots)).T
 
 
 def _heads_each(work: Ints, group: int, rate: float) -> Ints:
@@ -225,26 +215,30 @@ def _heads_each(work: Ints, group: int, rate: float) -> Ints:
     From the heaviest entry on, each is split over heads so far that none of its programs takes more than a processor's share of the work
     that is left: at the end all processors stop together. Entries too light to matter stay whole.
     """
-    by_work = np.argsort(-work, kind="stable")[::-1]
+    by_work = (-work).argsort(kind="stable")[::-1]
     left = np.empty_like(work)
     left[by_work] = work[by_work].cumsum()
-    wanted = np.where(rate * work < WORTH_SPLITTING * work.sum(), 1.0, np.ceil(rate * work / np.maximum(left, 1)))
-    heads: Ints = -(-group // np.clip(wanted, 1, group).astype(np.int64))
+    share = rate * work
+    wanted = np.ceil(share / np.maximum(left, 1))
+    wanted[share < WORTH_SPLITTING * work.sum()] = 1
+    heads: Ints = -(-group // wanted.clip(1, group).astype(np.int64))
     return heads
 
 
-def _on_device(columns: list[Stretches], seqlen_kv: int, drafts: list[_Draft], device: torch.device) -> tuple[Tensor, list[Schedule]]:
-    """The columns int32 `[mask batch, seqlen_kv, 4]` and the schedules in device memory, sent as one buffer."""
-    sizes = [len(columns) * seqlen_kv * 4, *(table.size for draft in drafts for table in draft.tables)]
+def _on_device(
+    columns: list[Stretches], seqlen_kv: int, runs: Ints32, drafts: list[_Draft], device: torch.device
+) -> tuple[Tensor, Tensor, list[Schedule]]:
+    """The columns int32 `[mask batch, seqlen_kv, 4]`, the runs and the schedules in device memory, sent as one buffer."""
+    tables = [runs, *(table for draft in drafts for table in (draft.items, draft.splits))]
+    sizes = [len(columns) * seqlen_kv * 4, *(table.size for table in tables)]
     offsets = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
     buffer = np.empty(offsets[-1], np.int32)
     for own, lines in zip(columns, buffer[: sizes[0]].reshape(len(columns), seqlen_kv, 4), strict=True):
         own.fill(lines)
-    tables = [table for draft in drafts for table in draft.tables]
     for table, offset in zip(tables, offsets[1:], strict=False):
         buffer[offset : offset + table.size] = table.ravel()
     sent = torch.from_numpy(buffer).to(device)
     views = [sent.as_strided(table.shape, (table.shape[1], 1), offset) for table, offset in zip(tables, offsets[1:], strict=False)]
-    triples = zip(views[::3], views[1::3], views[2::3], strict=True)
-    schedules = [Schedule(*triple, draft.slots, draft.whole, draft.longest) for triple, draft in zip(triples, drafts, strict=True)]
-    return sent.as_strided((len(columns), seqlen_kv, 4), (seqlen_kv * 4, 4, 1)), schedules
+    pairs = zip(views[1::2], views[2::2], drafts, strict=True)
+    schedules = [Schedule(items, splits, draft.slots, draft.whole, draft.longest) for items, splits, draft in pairs]
+    return sent.as_strided((len(columns), seqlen_kv, 4), (seqlen_kv * 4, 4, 1)), views[0], schedules

@@ -47,10 +47,6 @@ class Stretches:
         return cls(first, count, *(x[: 2 * pieces].reshape(pieces, 2, -1) for x in (bounds, slopes)))
 
     @property
-    def lines(self) -> int:
-        return int(self.first[-1] + self.count[-1]) if len(self.first) else 0
-
-    @property
     def pieces(self) -> int:
         return len(self.bounds)
 
@@ -60,34 +56,42 @@ class Stretches:
         last: Ints = self.bounds + self.slopes * (self.count - 1)
         return last
 
-    def cut(self, block: int) -> tuple[Ints, Ints, Ints]:
-        """All intervals but empty ones, cut where the lines come to a multiple of `block`: (block, lines, ends) of each part.
-
-        `lines` int64 `[2, parts]`: the first and the last. `ends` int64 `[2, 2, parts]`: (start on the first line, start on the last;
-        end on the first line, end on the last).
-        """
-        piece, stretch = np.nonzero(self.last_bounds[:, 1] > self.bounds[:, 0])
-        first, slopes = self.first[stretch], self.slopes[piece, :, stretch].T
-        at_zero = self.bounds[piece, :, stretch].T - slopes * first
-        last = first + self.count[stretch] - 1
-        first_block = first // block
-        owner, number = spread(last // block - first_block + 1)
-        within = first_block[owner] + number
-        lines = np.empty((2, len(owner)), np.int64)
-        np.maximum(first[owner], within * block, out=lines[0])
-        np.minimum(last[owner], within * block + (block - 1), out=lines[1])
-        return within, lines, at_zero.take(owner, 1)[:, None] + slopes.take(owner, 1)[:, None] * lines
+    def intervals(self) -> Ints:
+        """All intervals but empty ones, int64 `[6, intervals]`: the first and the last line; start and end on line 0; their slopes."""
+        table = np.empty((6, self.pieces, len(self.first)), np.int64)
+        table[0], table[1] = self.first, self.first + self.count - 1
+        table[2:4] = (self.bounds - self.slopes * self.first).swapaxes(0, 1)
+        table[4:] = self.slopes.swapaxes(0, 1)
+        is_used = self.last_bounds[:, 1] > self.bounds[:, 0]
+        return table.reshape(6, -1).compress(is_used.ravel(), 1)
 
     def fill(self, table: Ints32) -> None:
         """Write the intervals of all lines into `[lines, 4]`."""
         pairs = table.view(np.int64)
         pairs[:, self.pieces :] = 0
-        bounds, slopes, last = (x[:, 0] + x[:, 1] * END for x in (self.bounds, self.slopes, self.last_bounds))
-        bounds[:, 1:] -= last[:, :-1]  # the steps between stretches
+        bounds, slopes = (x[:, 0] + x[:, 1] * END for x in (self.bounds, self.slopes))
+        bounds[:, 1:] -= (bounds + slopes * (self.count - 1))[:, :-1]  # the steps between stretches
         for piece in range(self.pieces):
             steps = slopes[piece].repeat(self.count)
             steps[self.first] = bounds[piece]
             pairs[:, piece] = steps.cumsum(out=steps)
+
+
+def cut(intervals: Ints, block: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Intervals cut where the lines come to a multiple of their `block`: (parts of each interval; block, lines, ends of each part).
+
+    `lines` int64 `[2, parts]`: the first and the last. `ends` int64 `[2, 2, parts]`: (start on the first line, start on the last;
+    end on the first line, end on the last).
+    """
+    begin = intervals[0] // block
+    parts = intervals[1] // block - begin + 1
+    size, within = np.array((block, begin - parts.cumsum() + parts)).repeat(parts, 1)
+    within += np.arange(len(within))
+    table = intervals.repeat(parts, 1)
+    lines, at_zero, slopes = table[:2], table[2:4, None], table[4:, None]
+    np.maximum(lines[0], within * size, out=lines[0])
+    np.minimum(lines[1], within * size + (size - 1), out=lines[1])
+    return parts, within, lines, at_zero + slopes * lines
 
 
 def counts(first: Ints, lines: int) -> Ints:
@@ -109,7 +113,7 @@ def _begins(pairs: Ints) -> Ints:
     begin = np.concatenate(([0, 1], *_turns(pairs)))[: len(pairs)]  # of lines that equal steps lead to
     size = counts(begin, len(pairs))
     is_leap = np.ones(len(begin), np.bool_)
-    np.any((pairs[begin[1:]] - pairs[begin[1:] - 1]) & ~(END + 1), 1, out=is_leap[1:])
+    is_leap[1:] = ((pairs.take(begin[1:], 0) - pairs.take(begin[1:] - 1, 0)) & ~(END + 1)).any(1)
     size[1:] = np.where(is_leap[1:], size[1:], ~is_leap[:-1])
     owner, number = spread(size)
     return begin[owner] + number
