@@ -154,7 +154,6 @@ class Bench:
         if self.is_simulated:
             ranks = self.settings.simulated_ranks
             shares = [simulate(rank, case, sharing, kernel, self.settings.effort, self.world.device, shards) for rank in ranks]
-            facts |= self._alone_around(tokens, mask, name, kernel)
             return Result(case, slowest_of(shares), sharing, facts | {"simulated_ranks": list(ranks), "communication": "off"})
         measured = measure(self.world, case, sharing, kernel, self.settings.effort, shards)
         facts |= self._alone_around(tokens, mask, name, kernel)

