@@ -1,7 +1,7 @@
 """Ulysses' exchange: from some tokens of all heads to all tokens of some heads, and back.
 
-In `groups` pipelined parts, each one packed message: only the first way in and the last way out are waited for, the others travel beside
-the attention of another group.
+In `groups` parts, each one packed message: all go in one after another, and only the first way in and the last way out are waited for; the
+others travel beside the attention of another group.
 """
 
 import math
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pytest_longca.parallel.comm import Channel
+from pytest_longca.parallel.lanes import Finish
 
 
 @dataclass(slots=True, eq=False)
@@ -28,13 +29,14 @@ class HeadExchange:
     def to_heads(self, *tensors: Tensor) -> Iterator[list[Tensor]]:
         """Each group's share of `[tokens, heads, dim]` tensors, all tokens of the axis.
 
-        The next group is packed and sent when the caller comes back for it: after it has launched its work on this one, which hides both.
+        All groups are sent at once, before there is any work: a transfer that comes later has to wait for room between the blocks of a
+        running kernel, and keeps others from starting meanwhile.
         """
         if self.channel.size == 1:
             yield list(tensors)
             return
-        for part in self.parts():
-            yield self._exchanged(tensors, part)
+        for arriving in [self._exchanged(tensors, part) for part in self.parts()]:
+            yield arriving()
 
     def parts(self) -> Iterator[slice]:
         """Which key/value heads of a rank are in each group."""
@@ -43,7 +45,7 @@ class HeadExchange:
             start, stop = stop, stop + count
             yield slice(start, stop)
 
-    def _exchanged(self, tensors: Sequence[Tensor], heads: slice) -> list[Tensor]:
+    def _exchanged(self, tensors: Sequence[Tensor], heads: slice) -> Finish[list[Tensor]]:
         channel, tokens, split = self.channel, len(tensors[0]), (self.channel.size, sum(self.groups), -1)
         shares = [x.unflatten(1, split)[:, :, heads].flatten(2, 3).transpose(0, 1) for x in tensors]  # [U, tokens, heads, dim]
         widths = [share.shape[2] * share.shape[3] for share in shares]
@@ -53,9 +55,13 @@ class HeadExchange:
         for others in channel.others:
             _pack(packed[others], [share[others] for share in shares])
         wait = channel.all_to_all(packed.unbind(), places)
-        _pack(places[channel.rank], [share[channel.rank] for share in shares])  # beside the transfer
-        wait()
-        return [part.unflatten(-1, share.shape[2:]) for part, share in zip(received.split(widths, -1), shares, strict=True)]
+
+        def arrived() -> list[Tensor]:
+            _pack(places[channel.rank], [share[channel.rank] for share in shares])  # beside the transfer
+            wait()
+            return [part.unflatten(-1, share.shape[2:]) for part, share in zip(received.split(widths, -1), shares, strict=True)]
+
+        return arrived
 
 
 @dataclass(slots=True, eq=False)
