@@ -235,7 +235,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "kernels",
         names,
-        "kernels to judge, by name; default: all that this machine has, for mechanisms none that is interpreted",
+        "kernels to judge, by name, or all; default: those that this machine has, for mechanisms none that is interpreted",
         "NAMES",
         is_list=True,
     ),

@@ -70,7 +70,8 @@ class Session:
 
         For mechanisms these are the block kernels among them; one that the CPU interprets takes minutes a cell, and must be asked for.
         """
-        wanted = _picked("kernels", "kernel", self.options.kernels, self.catalogue.kernel_names)
+        everything = self.catalogue.kernel_names
+        wanted = _picked("kernels", "kernel", self.options.kernels, everything, {"all": everything})
         if self.options.kernels is not None:
             return wanted
         return tuple(name for name in wanted if self._is_at_home(self.catalogue.kernel(name)))

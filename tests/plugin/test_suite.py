@@ -66,6 +66,11 @@ def test_the_list_shows_refusals_and_runs_nothing(run: Run) -> None:
     result.stdout.no_fnmatch_line("*passed*")
 
 
+def test_all_kernels_are_those_too_that_are_not_installed(run: Run) -> None:
+    result = run("--longca-list", "--longca-kernels=all", "--longca-masks=causal")
+    result.stdout.fnmatch_lines(["sdpa_cudnn: unsupported: runs on cuda only*", "vsa: not installed:*", "mask*naive*sdpa*"])
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
