@@ -148,6 +148,7 @@ def _record(session: "Session", kernel: str, case: "Case", findings: Findings, a
 def _circumstances(session: "Session", answer: dict[str, Any]) -> dict[str, Any]:
     """How the samples were taken. `shared_machine` says that other tests ran beside them, so that they are rough."""
     facts = {"protocol": answer["protocol"], "throttled_samples": answer["timing"]["throttled"]}
+    facts |= {"late_samples": late} if (late := answer["timing"]["late"]) else {}
     facts |= {"threads": answer["threads"]} if answer["threads"] else {}
     return facts | ({SHARED: True} if session.num_sharing > 1 else {})
 

@@ -13,13 +13,17 @@ SW_POWER_CAP = 0x04
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One reading. All fields are 0 where NVML is not there."""
+    """One reading. All fields are 0 where NVML is not there.
+
+    `is_late`: the device had begun a call before the host had launched all of it, so that it may have waited in it.
+    """
 
     sm_mhz: int = 0
     memory_mhz: int = 0
     power_w: float = 0.0
     temperature_c: int = 0
     reasons: int = 0
+    is_late: bool = False
 
     @property
     def is_throttled(self) -> bool:

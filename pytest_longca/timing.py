@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,7 @@ LEAST_CHUNK_MS = (
 MOST_CHUNK_MS = 500.0  # and at most: a throttled one is thrown away whole
 CHUNK = 10  # samples of a step that a chunk has at least, unless they take longer than that
 MOST_RETAKES = 5  # chunks that are thrown away before throttled ones are kept, and told
+MOST_LATE = 2  # chunks, each behind a queue twice as long, before those are kept in which the host was late, and told
 AHEAD_CYCLES_PER_MS = 2_000_000  # the clock is at most about 2 GHz, so a sleep lasts at least as long as asked
 MOST_AHEAD_MS = 500.0  # a call that keeps the host longer waits for the device: no queue helps there
 
@@ -64,10 +65,14 @@ class Effort:
 
 @dataclass(slots=True)
 class Samples:
-    """Single calls of one or two steps, in order; `thrown` counts those of throttled chunks, `clocks` is the state of the kept ones."""
+    """Single calls of one or two steps, in order; `thrown` counts those of throttled chunks, `clocks` is the state of the kept ones.
+
+    `late` counts kept ones in chunks in which the device may have waited for the host.
+    """
 
     of_steps: list[list[float]]
     thrown: int = 0
+    late: int = 0
     clocks: dict[str, Any] = field(default_factory=dict)
 
 
@@ -75,6 +80,7 @@ class Samples:
 class Timing:
     """What timing a case gave. Samples are single calls in order; `throttled` counts the samples thrown away.
 
+    `late` counts the kept ones for which the device may have waited for the host.
     `anchor_ms` are the samples of the anchor kernel that took turns with it.
     """
 
@@ -84,6 +90,7 @@ class Timing:
     launch_ms: float
     peak_bytes: int | None
     throttled: int = 0
+    late: int = 0
     clocks: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     anchor_ms: list[float] | None = None
@@ -134,6 +141,7 @@ def time_case(
         launches_ms[0],
         peak,
         samples.thrown,
+        samples.late,
         samples.clocks,
         dict(call.facts),
         samples.of_steps[1] if anchor else None,
@@ -198,19 +206,23 @@ def interleave(
 ) -> Samples:
     """Sample steps in turns (ABBA), so that a drift falls on all alike, until there are enough samples of each.
 
-    A chunk amid which the device says that it is throttled is thrown away and taken again, a few times.
+    A chunk amid which the device says that it is throttled, or in which the host came late, is thrown away and taken again, a few times.
     """
     turn_ms = call_ms * len(steps)
     each = chunk_size(effort.min_samples, turn_ms)
     few = max(1, min(each, math.ceil(1e3 * effort.warm_up_s / max(turn_ms, 1e-3))))
     shortest_ms = clock.warm_up([steps[i] for i in turns(len(steps), few)], launch_ms, effort.warm_up_s)
-    found, states, started = Samples([[] for _ in steps]), list[State](), now()
+    found, states, late, started = Samples([[] for _ in steps]), list[State](), 0, now()
     while not all(effort.is_enough(samples, now() - started) for samples in found.of_steps):
         order = turns(len(steps), min(each, effort.max_samples - len(found.of_steps[0])))
         taken, state = clock.chunk([steps[i] for i in order], ahead_ms(len(order), launch_ms, shortest_ms))
         if state.is_throttled and found.thrown < MOST_RETAKES * each * len(steps):
             found.thrown += len(taken)
             continue
+        if state.is_late and late < MOST_LATE:
+            late, launch_ms = late + 1, 2 * launch_ms
+            continue
+        found.late += len(taken) if state.is_late else 0
         states.append(state)
         for i, sample in zip(order, taken, strict=True):
             found.of_steps[i].append(sample)
@@ -304,13 +316,15 @@ class DeviceClock:
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in steps]
         torch.cuda.synchronize()
         torch.cuda._sleep(int(AHEAD_CYCLES_PER_MS * ahead_ms))
+        is_late = False
         for (start, end), step in zip(pairs, steps, strict=True):
             self._flush.zero_()
             start.record()
             step()
+            is_late |= start.query()
             end.record()
         pairs[len(pairs) // 2][0].synchronize()
-        state = self._telemetry.read()
+        state = replace(self._telemetry.read(), is_late=is_late)
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in pairs], state
 

@@ -257,6 +257,7 @@ def time_kernel(
         samples = found.of_steps[0]
         one_way = bench.sizes.case(mask, seqlen, direction)
         facts = {**call.facts, "protocol": bench.clock.protocol, "throttled_samples": found.thrown, "verified": verdict["case"]}
+        facts |= {"late_samples": found.late} if found.late else {}
         facts |= {f"apart_from_{BASE}": apart} if apart else {}
         bench.keep(
             Record(

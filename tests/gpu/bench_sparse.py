@@ -241,7 +241,8 @@ def record_of(kernel: Kernel, case: Case, machine: Machine, outcome: Outcome, wo
         return Record(**about, facts=facts)
     return Record(
         **about, samples_ms=timing.samples_ms, plan_ms=timing.plan_ms, compile_ms=timing.compile_ms, launch_ms=timing.launch_ms,
-        peak_bytes=timing.peak_bytes, clocks=timing.clocks, facts={**timing.facts, "throttled_samples": timing.throttled, **facts},
+        peak_bytes=timing.peak_bytes, clocks=timing.clocks,
+        facts={**timing.facts, "throttled_samples": timing.throttled, "late_samples": timing.late, **facts},
     )  # fmt: skip
 
 

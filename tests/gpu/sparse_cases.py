@@ -69,7 +69,7 @@ def timed(kernel: Kernel, case: Case, machine: Machine, effort: Effort) -> Timin
         launch_ms = clock.launch(step) if run_ms < LONG_MS else 0.0
         samples = interleave(clock, [step], effort, run_ms, launch_ms)
     compile_ms = max(0.0, first_ms - plan_ms - run_ms)
-    return Timing(samples.of_steps[0], plan_ms, compile_ms, launch_ms, peak, samples.thrown, samples.clocks, dict(call.facts))
+    return Timing(samples.of_steps[0], plan_ms, compile_ms, launch_ms, peak, samples.thrown, samples.late, samples.clocks, dict(call.facts))
 
 
 def tell(*fields: object) -> None:

@@ -22,9 +22,22 @@ from pytest_longca.masks.regular import Causal
 from pytest_longca.nominal import above_nominal
 from pytest_longca.outcome import OutOfMemory
 from pytest_longca.telemetry import State
-from pytest_longca.timing import CHUNK, MOST_RETAKES, DeviceClock, Effort, HostClock, Samples, Step, ahead_ms, interleave, time_case, turns
+from pytest_longca.timing import (
+    CHUNK,
+    MOST_LATE,
+    MOST_RETAKES,
+    DeviceClock,
+    Effort,
+    HostClock,
+    Samples,
+    Step,
+    ahead_ms,
+    interleave,
+    time_case,
+    turns,
+)
 
-COOL, HOT = State(sm_mhz=1980), State(sm_mhz=900, reasons=0x40)
+COOL, HOT, LATE = State(sm_mhz=1980), State(sm_mhz=900, reasons=0x40), State(sm_mhz=1980, is_late=True)
 
 
 class FakeClock(HostClock):
@@ -89,6 +102,25 @@ def test_a_device_that_never_recovers_is_sampled_and_told() -> None:
     found = sample(FakeClock(itertools.repeat(HOT)), Effort(min_samples=30), lambda: 10.0, call_ms=10.0)
     assert (len(found.of_steps[0]), found.thrown) == (30, MOST_RETAKES * 10)
     assert found.clocks == {"kept": [HOT] * 3}
+
+
+def test_a_chunk_in_which_the_host_came_late_is_taken_again_behind_a_longer_queue() -> None:
+    times, queues = itertools.chain([9.0] * 10, itertools.repeat(1.0)), list[float]()
+
+    class Device(FakeClock):
+        def chunk(self, steps: Sequence[Step], ahead_ms: float) -> tuple[list[float], State]:
+            queues.append(ahead_ms)
+            return super().chunk(steps, ahead_ms)
+
+    found = sample(Device(itertools.chain([LATE], itertools.repeat(COOL))), Effort(min_samples=30), times.__next__, call_ms=10.0)
+    assert (found.of_steps[0], found.thrown, found.late) == ([1.0] * 30, 0, 0)
+    assert queues == [ahead_ms(10, 0.01, 0.0)] + [ahead_ms(10, 0.02, 0.0)] * 3
+
+
+def test_a_host_that_is_always_late_is_told() -> None:
+    clock = FakeClock(itertools.repeat(LATE))
+    found = sample(clock, Effort(min_samples=30), lambda: 10.0, call_ms=10.0)
+    assert (len(found.of_steps[0]), found.late, len(clock.chunks)) == (30, 30, 3 + MOST_LATE)
 
 
 @pytest.mark.parametrize(("call_ms", "num"), [(0.05, 30), (3.0, 30), (9.0, 12), (20.0, 10), (60.0, 8), (400.0, 1)])
