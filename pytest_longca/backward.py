@@ -8,6 +8,7 @@ from pytest_longca.forward import TINY, Forward, flushed, widened
 from pytest_longca.limits import DS_ROUNDINGS, UNDERFLOW, Bound, Terms, bound_of, concentrated, fp32_steps
 from pytest_longca.one_sided import Alike
 from pytest_longca.operands import Operands
+from pytest_longca.same_heads import SameHeads
 from pytest_longca.sweep import Piece, RowTile
 
 
@@ -33,8 +34,10 @@ class Backward:
         self.squares = zeros(*keys, 2)  # of dv, of dk by D
         self.evenness = zeros(*keys, 3)  # sums of P times it, of P, and of P times it times |D| |q|
         self.dk_squares, self.dk_fourths = zeros(*keys, 1), zeros(*keys, 1)
-        self.dk_terms = zeros(*keys, 1) if ops.same_p else self.dk_squares
         self.fourths = zeros(*keys, 2)  # of dv, of dk by D
+        # The squares of terms: of what is rounded, but where several heads make one term.
+        self.terms = zeros(*keys, 2) if ops.same_q or ops.same_do else self.squares
+        self.dk_terms = zeros(*keys, 1) if ops.same_q else self.dk_squares
         self.flushed = {}
         if ops.rounding.flush:
             widths = {"dq": (*rows, case.head_dim), "dk": (*keys, case.head_dim), "dv": (*keys, case.head_dim_v)}
@@ -59,9 +62,14 @@ class Backward:
         dv, dk = absolute.split([ops.case.head_dim_v, ops.case.head_dim], -1)
         ops.add_keys(self.dv_absolute, piece, dv)
         ops.add_keys(self.dk_absolute, piece, dk)
-        ops.add_keys(self.squares, piece, ar.bound(square.mT, rows.squares)[..., :2])
         ops.add_keys(self.evenness, piece, ar.bound(weights.size.mT, rows.evenness)[..., :3])
-        ops.add_keys(self.fourths, piece, ar.bound(fourth.mT, rows.fourths)[..., :2])
+        if rows.heads:
+            sums = rows.heads.of_weights(size, rows.weighted_do), rows.heads.of_delta(size, rows.of_delta)
+            for total, of_dv, of_dk in zip((self.squares, self.terms, self.fourths), *sums, strict=True):
+                ops.add_keys(total, piece, torch.stack((of_dv, of_dk), -1))
+        else:
+            ops.add_keys(self.squares, piece, ar.bound(square.mT, rows.squares)[..., :2])
+            ops.add_keys(self.fourths, piece, ar.bound(fourth.mT, rows.fourths)[..., :2])
         if ops.rounding.flush:
             lost = ar.rough(flushed(weights.value, ops.rounding.flush))
             ops.add_keys(self.flushed["dv"], piece, ar.bound(lost.mT, rows.do_absolute))
@@ -79,11 +87,13 @@ class Backward:
         ops.add_keys(self.dk_absolute, piece, ar.bound(size.mT, rows.q_absolute))
         self._to_rows(self.dq_squares, rows, ar.bound(square, ops.keys(ops.key_squares, piece))[..., 0])
         self._to_rows(self.dq_fourths, rows, ar.bound(fourth, ops.keys(ops.key_fourths, piece))[..., 0])
-        if ops.same_p:
-            square, fourth, term = self._of_one_query(size, ds.value)
-            ops.add_keys(self.dk_terms, piece, ar.bound(term.mT, rows.q_squares)[..., :1])
-        ops.add_keys(self.dk_squares, piece, ar.bound(square.mT, rows.q_squares)[..., :1])
-        ops.add_keys(self.dk_fourths, piece, ar.bound(fourth.mT, rows.q_fourths)[..., :1])
+        if rows.heads and ops.same_q:
+            sums = rows.heads.of_scores(size * ds.value.sign(), rows.q2)
+            for total, of_piece in zip((self.dk_squares, self.dk_terms, self.dk_fourths), sums, strict=True):
+                ops.add_keys(total, piece, of_piece[..., None])
+        else:
+            ops.add_keys(self.dk_squares, piece, ar.bound(square.mT, rows.q_squares)[..., :1])
+            ops.add_keys(self.dk_fourths, piece, ar.bound(fourth.mT, rows.q_fourths)[..., :1])
         if ops.rounding.flush:
             lost = flushed(ds.value.abs(), ops.flush_ds or 0.0)
             lost = ar.rough(lost + _follows(flushed(p, ops.rounding.flush), p, ds.value))
@@ -100,18 +110,6 @@ class Backward:
         size = self.ops.arithmetic.rough(torch.maximum(widened(weights.value.abs(), flush), of_p))
         square = size.square()
         return size, square, square.square()
-
-    def _of_one_query(self, size: Tensor, ds: Tensor) -> tuple[Tensor, ...]:
-        """What errors and terms have where the heads of a group are one term of dk, as they have the same q.
-
-        The squares of its errors, these times the square of the term, and that square. P's rounding is the same in all heads and costs
-        the sum of dS; dS's roundings are each head's own, unless dS is the same too.
-        """
-        ops = self.ops
-        term = ops.over_group(size * ds.sign()).square()
-        own = term if ops.same_ds else ops.over_group(size.square())
-        error = (term + (DS_ROUNDINGS - 1) * own) / DS_ROUNDINGS
-        return tuple(ops.arithmetic.rough(ops.shares(x)) for x in (error, error * term, term))
 
     def _to_rows(self, total: Tensor, rows: "_Rows", of_tile: Tensor) -> None:
         total[:, :, rows.rows].add_(self.ops.grouped(of_tile, rows.rows))
@@ -164,7 +162,7 @@ class Backward:
             common_fourths=of_delta,
             parts=squares if ops.case.group > 1 else None,
             num_parts=ops.case.group,
-            are_parts_alike=ops.same_ds,
+            are_parts_alike=ops.same_q and ops.same_do,
         )
         return self._of_keys(self.dk * ops.scale, terms)  # the operand q carries the scale's sign
 
@@ -174,7 +172,7 @@ class Backward:
         terms = Terms(
             absolute=self.dv_absolute,
             squares=squares,
-            concentrated=concentrated(self.fourths[..., 0], squares, squares),
+            concentrated=concentrated(self.fourths[..., 0], self.terms[..., 0], squares),
             growth=self._growth_of_keys(),
             mean=ops.shared_query(ops.do),
             flushed=self.flushed.get("dv"),
@@ -182,7 +180,7 @@ class Backward:
             evenness=self._evenness_of_keys(),
             parts=squares if ops.case.group > 1 else None,
             num_parts=ops.case.group,
-            are_parts_alike=ops.same_ds,
+            are_parts_alike=ops.same_q and ops.same_do,
             columns=ops.columns_dv,
         )
         return self._of_keys(self.dv, terms)
@@ -222,17 +220,12 @@ class _Rows:
         self.do_absolute = ar.rough(self.do.abs() * growth[..., None])
         self.q_absolute = ar.rough(q_size * growth[..., None])
         self.weighted = torch.cat([self.do_absolute, ar.rough(q_size * (error + other)[..., None])], -1)
-        q2, do2 = flat(ops.q_norm2), flat(ops.do_norm2)
-        of_delta = q2 * (error.square() + other.square())
-        squares = [do2 * growth2, of_delta]
-        fourths = [x.square() for x in squares]
-        if ops.same_p:  # the heads of a group are one term, of the sum of their do, and of dk all along the one q
-            of_do = ops.over_group(self.do.to(ar.work) * growth[..., None]).square().sum(-1)
-            of_group = [of_do, ops.over_group(of_delta) * (ops.group if ops.same_ds else 1)]
-            squares, fourths = [ops.shares(x) for x in of_group], [ops.shares(x.square()) for x in of_group]
-        self.squares, self.fourths = ar.columns(*squares), ar.columns(*fourths)
-        q_squares = q2 * growth2
-        self.q_squares, self.q_fourths = ar.columns(q_squares), ar.columns(q_squares.square())
+        q2 = flat(ops.q_norm2)
+        do2, self.of_delta, self.q2 = flat(ops.do_norm2) * growth2, q2 * (error.square() + other.square()), q2 * growth2
+        self.squares, self.fourths = ar.columns(do2, self.of_delta), ar.columns(do2.square(), self.of_delta.square())
+        self.q_squares, self.q_fourths = ar.columns(self.q2), ar.columns(self.q2.square())
+        self.heads = SameHeads(ops, forward.log_sums(tile.rows)) if ops.same_q or ops.same_do else None
+        self.weighted_do = self.do.to(ar.work) * growth[..., None] if self.heads else self.do
         evenness = flat(forward.evenness)
         # P that is rounded to one side in all of a row is so in out and D too, and in dS the other way.
         of_even = evenness * self.delta[..., 0].abs() * q2.sqrt()

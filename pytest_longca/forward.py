@@ -104,9 +104,13 @@ class Forward:
         bound = bound_of(self.out, terms, ops.rounding, ops.case.seqlen_kv, ops.query_deviations)
         return {"out": (ops.per_row(self.out), Bound(*map(ops.per_row, bound.tensors()))), "lse": self._lse()}
 
+    def log_sums(self, rows: slice) -> Tensor:
+        """lse of a row tile that was visited, `[stacks, group, rows]`."""
+        return self.highest[:, :, rows] * self.ops.scale + self.total[:, :, rows].log()
+
     def _lse(self) -> tuple[Tensor, Bound]:
         case = self.ops.case
-        lse = (self.highest * self.ops.scale + self.total.log()).reshape(case.batch, case.heads_q, case.seqlen_q)
+        lse = self.log_sums(slice(None)).reshape(case.batch, case.heads_q, case.seqlen_q)
         score, others = self.ops.score.reshape(lse.shape), 2 + lse.abs().nan_to_num(posinf=0.0)
         zeros, size = torch.zeros_like(lse), score * fp32_steps(case.head_dim) + others
         # Products that are all alike round to the same side in each partial sum.

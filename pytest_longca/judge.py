@@ -9,7 +9,18 @@ from torch import Tensor
 
 from pytest_longca.case import Case
 from pytest_longca.inputs import BATCH, COLUMNS, HEADS, TORCH_DTYPES, Inputs, shapes, shares_memory
-from pytest_longca.limits import SCORE_UNIT, TILE, TILE_ROWS, Bound, along_limit, blocks_in_dtype, deviations, rounding_of, row_limit
+from pytest_longca.limits import (
+    SCORE_UNIT,
+    TILE,
+    TILE_ROWS,
+    Bound,
+    along_limit,
+    blocks_in_dtype,
+    deviations,
+    have_one_p,
+    rounding_of,
+    row_limit,
+)
 from pytest_longca.reference import Reference, compute
 from pytest_longca.signatures import Evidence, causes, causes_across
 
@@ -85,7 +96,7 @@ def judge(case: Case, inputs: Inputs, reference: Reference, result: Result, numb
         if value is None or truth is None:
             continue
         verdict, found = _judge_tensor(
-            case, name, value, truth, reference, _Circumstances(result.sums_in_dtype, *_copies(case, inputs, name))
+            case, name, value, truth, reference, _Circumstances(result.sums_in_dtype, *_copies(case, inputs, name, reference.lse))
         )
         if numbering is not None:
             verdict, found = _renumbered(verdict, numbering), None
@@ -165,17 +176,28 @@ class _Circumstances:
     columns: int
 
 
-def _copies(case: Case, inputs: Inputs, name: str) -> tuple[int, int, int]:
+def _copies(case: Case, inputs: Inputs, name: str, lse: Tensor) -> tuple[int, int, int]:
     """How many batch elements, heads and columns of a result err alike, because their operands share their memory.
 
-    One q and one k make one P: what its roundings add to a row, as a part of it, is the same whatever v and do are.
+    One q, one k and one set of visible keys make one P: what its roundings add to a row, as a part of it, is the same whatever v and do.
     """
     columns = case.head_dim_v if name == "dv" and shares_memory(inputs.do, COLUMNS) else 1
     batches = case.batch if case.mask.batch == 1 and all(shares_memory(x, BATCH) for x in (inputs.q, inputs.k)) else 1
-    if case.mask.heads > 1 or not shares_memory(inputs.q, HEADS):
+    if not shares_memory(inputs.q, HEADS):
         return batches, 1, columns
-    of_group = case.group if name in ("out", "dq") else 1
-    return batches, of_group * (case.heads_kv if shares_memory(inputs.k, HEADS) else 1), columns
+    one_k = shares_memory(inputs.k, HEADS)
+    alike = _most_alike(case, lse if one_k else lse.unflatten(1, (case.heads_kv, -1)).transpose(1, 2))
+    if name in ("out", "dq"):
+        return batches, alike, columns
+    return batches, min(alike, case.heads_kv) if one_k else 1, columns
+
+
+def _most_alike(case: Case, lse: Tensor) -> int:
+    """How many heads, which have the same scores, have one P in a row, at most; `lse` `[batch, heads, ...]`."""
+    if not lse.numel():
+        return 1
+    rounding = rounding_of(case)
+    return max(int(have_one_p(lse, lse[:, head, None], rounding).sum(1).max()) for head in range(lse.shape[1])) or 1
 
 
 def _malformed(case: Case, name: str, value: Tensor) -> str | None:

@@ -259,6 +259,14 @@ def evenness(sameness: Tensor) -> Tensor:
     return torch.exp(-2 * (math.pi / sameness).square())
 
 
+def have_one_p(lse: Tensor, others: Tensor, rounding: Rounding) -> Tensor:
+    """Whether rows of the same scores have the same P, as far as its rounding can tell: P that differs by u / 2 of its size.
+
+    Errors of numbers a part x of a spacing apart have the correlation 1 - 6 x (1 - x), and u / 2 is an eighth to a quarter of a spacing.
+    """
+    return (lse - others).abs() <= rounding.unit / 2
+
+
 def _fluctuation(terms: Terms, deviations: float) -> Tensor | float:
     """How far the sum of squared errors that all rows of a tile share may be above its mean: a weighted chi-square of few degrees.
 

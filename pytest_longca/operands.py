@@ -21,7 +21,8 @@ ALIKE = 1 / 4
 class Operands:
     """q and do `[stacks, group, seqlen_q, ...]`, k and v `[batch * heads_kv, seqlen_kv, ...]`, and how to take tiles of them.
 
-    A stack is a key/value head with its group of query heads, or one query head where heads have masks of their own.
+    A stack is a key/value head with its group of query heads, or one query head where heads have masks of their own and share neither q
+    nor do.
     """
 
     def __init__(self, case: Case, inputs: Inputs, arithmetic: Arithmetic, rounding: Rounding) -> None:
@@ -29,11 +30,10 @@ class Operands:
         self.arithmetic = arithmetic
         self.rounding = rounding
         self.device = inputs.q.device
-        self.group = case.group if case.mask.heads == 1 else 1
+        # Query heads of a group that ask the same, and those with the same do.
+        self.same_q, self.same_do = (case.group > 1 and shares_memory(x, HEADS) for x in (inputs.q, inputs.do))
+        self.group = case.group if case.mask.heads == 1 or self.same_q or self.same_do else 1
         self.stacks = case.batch * case.heads_q // self.group
-        # Query heads of a group that ask the same have one P, and one rounding of it; with the same do they have one dS too.
-        self.same_p = self.group > 1 and shares_memory(inputs.q, HEADS)
-        self.same_ds = self.same_p and shares_memory(inputs.do, HEADS)
         self.columns_dv = case.head_dim_v if shares_memory(inputs.do, COLUMNS) else 1
         self.scale = abs(case.scale)
         q = inputs.q if case.scale > 0 else -inputs.q
@@ -48,7 +48,7 @@ class Operands:
         self.value_fourths = ar.columns(self.v_norm2.square())
         self.query_deviations = deviations(case.batch * case.heads_q * case.seqlen_q)
         self.key_deviations = deviations(case.batch * case.heads_kv * case.seqlen_kv)
-        self.visibility = Visibility(case, self.device)
+        self.visibility = Visibility(case, self.device, self.group)
         self.num_queries = case.seqlen_q * case.group  # of a key
         self.k_most, self.v_most = self._largest(self.k_norm2), self._largest(self.v_norm2)
         self.q_most, self.do_most = (self._largest(x.flatten(1)) for x in (self.q_norm2, self.do_norm2))
@@ -97,7 +97,7 @@ class Operands:
 
     def tiles(self) -> Iterator[RowTile]:
         """The row tiles of the mask; none where there is no query or no key."""
-        return sweep(self.case, self.device) if self.case.seqlen_q and self.case.seqlen_kv else iter(())
+        return sweep(self.case, self.device, self.group > 1) if self.case.seqlen_q and self.case.seqlen_kv else iter(())
 
     def flat(self, of_rows: Tensor, rows: slice) -> Tensor:
         """Rows of something `[stacks, group, seqlen_q, ...]` as `[stacks, group * rows, ...]`."""
@@ -107,15 +107,6 @@ class Operands:
         """The inverse of `flat` for one tile: `[stacks, group * rows, ...]` as `[stacks, group, rows, ...]`."""
         grouped: Tensor = of_tile.unflatten(1, (self.group, rows.stop - rows.start))
         return grouped
-
-    def over_group(self, of_tile: Tensor) -> Tensor:
-        """The sum over a tile's heads, `[stacks, 1, rows, ...]`."""
-        total: Tensor = of_tile.unflatten(1, (self.group, -1)).sum(1, keepdim=True)
-        return total
-
-    def shares(self, of_groups: Tensor) -> Tensor:
-        """Each head's even share of something `[stacks, 1, rows, ...]`, as a tile: `[stacks, group * rows, ...]`."""
-        return (of_groups / self.group).expand(-1, self.group, *of_groups.shape[2:]).flatten(1, 2)
 
     def keys(self, x: Tensor, piece: Piece) -> Tensor:
         """A piece of something `[batch * heads_kv, seqlen_kv, ...]` for each stack, `[stacks, keys, ...]`."""

@@ -1,7 +1,7 @@
 """Sweep: the order in which the reference visits a mask, in row tiles and pieces of keys, skipping what no row sees.
 
-Products run over `stacks`: where all heads share the mask, a stack is a key/value head with its group of query heads; where every
-query head has its own, a stack is one query head.
+Products run over `stacks`: where all heads share the mask, or the heads of a group share q or do, a stack is a key/value head with its
+group of query heads; else, where every query head has its own mask, a stack is one query head.
 """
 
 import itertools
@@ -61,14 +61,16 @@ class RowTile:
     pieces: tuple[Piece, ...]
 
 
-def sweep(case: Case, device: torch.device) -> Iterator[RowTile]:
-    """The row tiles that cover a case's mask; a small case is one tile."""
+def sweep(case: Case, device: torch.device, are_grouped: bool) -> Iterator[RowTile]:
+    """The row tiles that cover a case's mask; a small case is one tile. Heads that `are_grouped` have one list of keys for all."""
     if case.num_scores <= SMALL_CELLS:
         yield RowTile(slice(0, case.seqlen_q), (Piece(slice(0, case.seqlen_kv), False),))
         return
     budget = budget_of(case, device)
     found = case.mask.tiles(device, budget.rows, budget.granule)
     hit, full = ((found.partial | found.full).flatten(0, 1), found.full.flatten(0, 1))  # [masks, row tiles, granules]
+    if are_grouped and case.mask.heads > 1:
+        hit, full = hit.any(0, keepdim=True), full.all(0, keepdim=True)
     one_list = hit.shape[0] == 1
     on_host = (hit.cpu(), full.cpu()) if one_list else (hit, full)
     for tile in range(hit.shape[1]):
@@ -122,12 +124,13 @@ def _lists(hit: Tensor, budget: Budget, seqlen_kv: int, device: torch.device) ->
 
 
 class Visibility:
-    """Which keys of a piece the rows of a tile see, `[stacks or 1, 1, rows, keys]`, from the row intervals or else the predicate."""
+    """Which keys of a piece the rows of a tile see, `[stacks or 1, group or 1, rows, keys]`, by row intervals or else the predicate."""
 
-    def __init__(self, case: Case, device: torch.device) -> None:
+    def __init__(self, case: Case, device: torch.device, group: int) -> None:
+        """`group` query heads make a stack."""
         mask: Mask = case.mask
         self.device = device
-        self.mask_of_stack = _mask_of_stack(case, device)
+        self.mask_of_head = _mask_of_head(case, device, group)
         self.small = case.num_scores <= SMALL_CELLS
         if self.small:
             self.dense = mask.dense(device).flatten(0, 1)
@@ -145,7 +148,7 @@ class Visibility:
         if piece.is_full:
             return None
         seen = self.dense if self.small else self._evaluate(rows, piece.kv_idx(self.device))
-        return self.per_stack(seen)[:, None]
+        return seen[:, None] if self.mask_of_head is None else seen[self.mask_of_head]
 
     def _evaluate(self, rows: slice, kv_idx: Tensor) -> Tensor:
         if self.intervals is None:
@@ -155,14 +158,17 @@ class Visibility:
         first, second = ((kv_idx >= run[:, :, 0]) & (kv_idx < run[:, :, 1]) for run in runs)
         return first | second
 
-    def per_stack(self, of_masks: Tensor) -> Tensor:
-        """Something given for each of the mask's slices `[masks, ...]`, for each stack `[stacks or 1, ...]`."""
-        return of_masks if self.mask_of_stack is None else of_masks[self.mask_of_stack]
+    def per_stack(self, of_lists: Tensor) -> Tensor:
+        """Something given for each list of keys `[masks or 1, ...]`, for each stack `[stacks or 1, ...]`."""
+        return of_lists if self.mask_of_head is None or len(of_lists) == 1 else of_lists[self.mask_of_head[:, 0]]
 
 
-def _mask_of_stack(case: Case, device: torch.device) -> Tensor | None:
-    """The mask slice of each stack, or None where they are the same or one for all."""
+def _mask_of_head(case: Case, device: torch.device, group: int) -> Tensor | None:
+    """The mask slice of each stack's query heads, `[stacks, group or 1]`, or None where they are the same or one for all."""
     mask = case.mask
     if mask.heads == 1:
-        return None if mask.batch == 1 else torch.arange(mask.batch, device=device).repeat_interleave(case.heads_kv)
-    return torch.arange(mask.heads, device=device).repeat(case.batch) if mask.batch < case.batch else None
+        return None if mask.batch == 1 else torch.arange(mask.batch, device=device).repeat_interleave(case.heads_kv)[:, None]
+    if mask.batch == case.batch and group == 1:
+        return None
+    slices = torch.arange(mask.batch * mask.heads, device=device)
+    return slices.repeat(case.batch // mask.batch).reshape(-1, group)

@@ -13,11 +13,12 @@ BLOCK = 128
 """Keys after which the running maximum moves on."""
 
 
-def fused(case: Case, inputs: Inputs, round_p: bool = False, fold_scale: bool = False) -> Result:
+def fused(case: Case, inputs: Inputs, round_p: bool = False, fold_scale: bool = False, sum_heads: bool = False) -> Result:
     """Scores, softmax, lse, D and sums in fp32; P, dS and results rounded; dk and dv of each query head rounded before the group's sum.
 
     The forward rounds P relative to the running maximum, the backward P = exp(score - lse); D comes from the rounded out.
-    `round_p` forms dS from the rounded P, as torch's memory-efficient attention does; `fold_scale` rounds scale * dS instead of dS.
+    `round_p` forms dS from the rounded P, as torch's memory-efficient attention does; `fold_scale` rounds scale * dS instead of dS;
+    `sum_heads` does not round what single heads give to dk and dv, as FlashMask's one sum of a group does not.
     """
     low = TORCH_DTYPES[case.dtype]
     q, do = (x.float().transpose(1, 2) for x in (inputs.q, inputs.do))
@@ -32,7 +33,8 @@ def fused(case: Case, inputs: Inputs, round_p: bool = False, fold_scale: bool = 
     dq, dk, dv = ds @ k * after, ds.mT @ q * after, rounded.mT @ do
 
     def of_group(x: Tensor) -> Tensor:
-        return x.to(low).float().unflatten(1, (case.heads_kv, case.group)).sum(2)
+        parts = x if sum_heads else x.to(low).float()
+        return parts.unflatten(1, (case.heads_kv, case.group)).sum(2)
 
     tensors = (x.to(low).transpose(1, 2) for x in (out, dq, of_group(dk), of_group(dv)))
     first, *gradients = tensors

@@ -91,6 +91,12 @@ def random_blocks(heads: int, blocks: int) -> UniformBlock:
     return UniformBlock(blocks * 8, blocks * 8, 8, block_map)
 
 
+def scattered_blocks(heads: int, blocks: int) -> UniformBlock:
+    """Every third block of keys, most heads each: too scattered for ranges of keys."""
+    chosen = torch.rand(heads, blocks, blocks, generator=torch.Generator().manual_seed(2)) < 0.7
+    return UniformBlock(blocks * 8, blocks * 8, 8, chosen & (torch.arange(blocks) % 3 == 0))
+
+
 AWKWARD = [
     Causal(77, 93),
     CausalSlidingWindow(90, 90, 7),
@@ -101,12 +107,15 @@ AWKWARD = [
     PredicateMask(lambda b, h, q, kv: (q + kv + b) % 3 != 0, 61, 61, num_batches=2),
     PredicateMask(lambda b, h, q, kv: (kv % 6 == h) & (kv <= q + b), 64, 64, num_batches=2, num_heads=6),
     random_blocks(6, 9),
+    scattered_blocks(6, 20),
 ]
 
 
+@pytest.mark.parametrize("layout", [Layout.CONTIGUOUS, Layout.EXPANDED])
 @pytest.mark.parametrize("mask", AWKWARD, ids=lambda mask: mask.name)
-def test_reference_and_its_bounds_do_not_depend_on_the_tiles(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(mask=mask, batch=2, heads_q=6, heads_kv=2, head_dim=8, head_dim_v=12, dtype="fp16", values=Values.BIASED)
+def test_reference_and_its_bounds_do_not_depend_on_the_tiles(mask: Mask, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"batch": 2, "heads_q": 6, "heads_kv": 2, "head_dim": 8, "head_dim_v": 12}
+    case = Case(mask=mask, dtype="fp16", values=Values.BIASED, layouts=(layout,) * 4, **sizes)
     inputs = make_inputs(case)
     whole = compute(case, inputs)
     monkeypatch.setattr(sweep, "SMALL_CELLS", 0)
@@ -160,17 +169,22 @@ def error_of_scale(reference: Reference, truth: Reference, name: str) -> float:
     return float((error / truth.bounds[name].scale).nan_to_num().max())
 
 
-def truth_and_halves(values: Values, dtype: str, low: Arithmetic) -> tuple[Reference, Reference]:
-    case = Case(mask=Causal(512, 512), heads_q=4, heads_kv=2, head_dim=64, dtype=dtype, values=values)
+def truth_and_halves(values: Values, dtype: str, low: Arithmetic, layout: Layout = Layout.CONTIGUOUS) -> tuple[Reference, Reference]:
+    case = Case(mask=Causal(512, 512), heads_q=4, heads_kv=2, head_dim=64, dtype=dtype, values=values, layouts=(layout,) * 4)
     inputs = make_inputs(case)
     return compute(case, inputs, Exact()), compute(case, inputs, low)
 
 
+OPERANDS = [(Values.NORMAL, Layout.CONTIGUOUS), (Values.BIASED, Layout.EXPANDED), (Values.LARGE, Layout.CONTIGUOUS)]
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("values", [Values.NORMAL, Values.BIASED, Values.LARGE])
-def test_halves_are_within_2e_5_of_fp64(values: Values, dtype: str, small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("values", "layout"), OPERANDS)
+def test_halves_are_within_2e_5_of_fp64(
+    values: Values, layout: Layout, dtype: str, small_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sweep, "SHARED_CPU", sweep.Budget(128, 64, 256))
-    truth, found = truth_and_halves(values, dtype, Split())
+    truth, found = truth_and_halves(values, dtype, Split(), layout)
     for name in TENSORS:
         assert error_of_scale(found, truth, name) < 2e-5
         bound, true_bound = found.bounds[name], truth.bounds[name]
