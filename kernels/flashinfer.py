@@ -5,7 +5,8 @@ VariableBlockSparseAttentionWrapper, whose plan lists single tokens: 4 bytes for
 Masks: uniform and variable blocks; the query heads of a group share a map. The plan, the workspace and the first compilation (more than a
 minute with nvcc) belong to `bind`. Layout: tokens first (shared map) or heads first; copied. One batch element a call, in a loop.
 Dtypes: bf16, fp16. Head dims: 64, 128, 256. GQA: yes. Directions: forward. Architectures: from sm80. Determinism: yes.
-lse: upstream's is in base 2. A row that sees nothing: out 0, lse -inf. A map that selects nothing at all is refused: the plan fails on it.
+lse: upstream's is in base 2, and its minus infinity is -50000 (`math::inf` in its math.cuh), which a row that sees nothing gets beside an
+out of 0: made -inf here. A map that selects nothing at all is refused: the plan fails on it.
 """
 
 import math
@@ -26,6 +27,8 @@ from pytest_longca.mask import Form
 WORKSPACE_BYTES = 128 * 2**20
 INT_WORKSPACE_BYTES = 64 * 2**20
 """The wrapper's own 8 MiB end at some ten thousand rows of blocks."""
+LOWEST_LOG2 = -5e4
+"""What the library writes for the lse of a row that sees nothing: its running maximum starts there, and never left."""
 MAX_ROWS = 32768
 """Entries of the wrapper's buffer of row lengths: one for each row of blocks, of each key/value head where maps differ."""
 
@@ -43,7 +46,7 @@ WRAPPER.plan(
 def attention(q, k, v):
     parts = [WRAPPER.run(*(x[b].contiguous() for x in (q, k, v)), return_lse=True) for b in range(BATCH)]
     out, lse_log2 = (torch.stack(x) for x in zip(*parts))
-    return out, lse_log2.transpose(1, 2) * math.log(2)
+    return out, natural(lse_log2.transpose(1, 2))
 """
 VARIABLE_PLAN = """\
 WRAPPER = flashinfer.VariableBlockSparseAttentionWrapper(WORKSPACES[0])
@@ -56,7 +59,7 @@ WRAPPER.plan(MAP, *SIZES, HEADS_Q, HEADS_KV, HEAD_DIM, sm_scale=SCALE, q_data_ty
 def attention(q, k, v):
     parts = [WRAPPER.run(*(x[b].transpose(0, 1) for x in (q, k, v)), return_lse=True) for b in range(BATCH)]
     out, lse_log2 = (torch.stack(x) for x in zip(*parts))
-    return out.transpose(1, 2), lse_log2 * math.log(2)
+    return out.transpose(1, 2), natural(lse_log2)
 """
 """The two calls as lines of a standalone file, as `plan_shared` and `plan_variable` make them."""
 
@@ -93,14 +96,19 @@ class FlashInfer(Kernel):
     def bind(self, case: Case, inputs: Inputs) -> BackendCall:
         with refusals(self.name):
             element = (plan_shared if one_map(case) else plan_variable)(case, inputs)
+        has_empty_rows = blocks.has_empty_rows(case.mask)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             parts = [element(q[b], k[b], v[b]) for b in range(case.batch)]
             out, lse_log2 = (torch.stack(x) for x in zip(*parts, strict=True))
-            return out, lse_log2 * math.log(2)
+            lse = lse_log2 * math.log(2)
+            return out, lse.masked_fill(lse_log2 == LOWEST_LOG2, -torch.inf) if has_empty_rows else lse
 
         wrapper = "BlockSparseAttentionWrapper" if one_map(case) else "VariableBlockSparseAttentionWrapper"
-        return BackendCall(self.name, attend, inputs, False, {"source": f"flashinfer.{wrapper}"})
+        facts = {"source": f"flashinfer.{wrapper}"}
+        if has_empty_rows:
+            facts["empty_rows"] = f"lse {LOWEST_LOG2:.0f} in base 2 turned into -inf"
+        return BackendCall(self.name, attend, inputs, False, facts)
 
     def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
         sparse = blocks.of(case.mask)
@@ -112,6 +120,12 @@ import flashinfer
 
 {block_snippets.block_map(sparse.sizes_q(), sparse.sizes_kv())}
 WORKSPACES = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for size in ({WORKSPACE_BYTES}, {INT_WORKSPACE_BYTES})]
+
+
+def natural(lse_log2):  # -inf where the library writes its own minus infinity
+    return (lse_log2 * math.log(2)).masked_fill(lse_log2 == {LOWEST_LOG2:.0f}, -torch.inf)
+
+
 {plan}"""
 
 

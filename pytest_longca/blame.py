@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pytest_longca.checks import Verification
     from pytest_longca.conformance import Findings
     from pytest_longca.session import Session
+    from pytest_longca.subject import Finding
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,36 @@ def accused(session: "Session", kernel: str, case: "Case", verification: "Verifi
     return (other, alone) if isinstance(alone.outcome, Wrong) else (case, verification)
 
 
-def excused(session: "Session", kernel: str, case: "Case", verification: "Verification", checks: Sequence[str]) -> "Verification | None":
-    """The verification if its failure is known: as it is, or as one of the kernel's own earlier cases, which a new process tells."""
-    if isinstance(known(session, kernel, case, verification.outcome), KnownWrong):
-        return verification
+def excused(
+    session: "Session", kernel: str, case: "Case", verification: "Verification", checks: Sequence[str]
+) -> "tuple[Case, Verification] | None":
+    """What is known of a failure: itself, or what it is of the kernel's own earlier cases, which a new process tells."""
+    if found := as_known(session, kernel, case, verification):
+        return found
     if set(verification.after) != {kernel} or not _is_failure(verification.outcome):
         return None
     own = of_own_cases(kernel, verification)
     is_described = isinstance(known(session, kernel, case, own.outcome), KnownWrong)
-    return own if is_described and isinstance(session.verify_anew(kernel, case, checks).outcome, Passed) else None
+    return (case, own) if is_described and isinstance(session.verify_anew(kernel, case, checks).outcome, Passed) else None
+
+
+def as_known(session: "Session", kernel: str, case: "Case", verification: "Verification") -> "tuple[Case, Verification] | None":
+    """A failure that the file describes, with its case: the judged one, or the first of those that a check made of it, if all are known."""
+    from pytest_longca.ids import parse_case
+
+    if isinstance(known(session, kernel, case, verification.outcome), KnownWrong):
+        return case, verification
+    first: dict[str | None, Finding] = {}
+    for finding in verification.findings:
+        first.setdefault(finding.called, finding)
+    described = []
+    for called, finding in first.items():
+        made = parse_case(called, session.catalogue.masks()) if called else case
+        outcome = Wrong(str(finding))
+        if not isinstance(known(session, kernel, made, outcome), KnownWrong):
+            return None
+        described.append((made, dataclasses.replace(verification, outcome=outcome, findings=[finding])))
+    return described[0] if described else None
 
 
 def outcome_after(session: "Session", kernel: str, first: "Case", case: "Case", checks: Sequence[str]) -> Outcome:

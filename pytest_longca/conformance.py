@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, assert_never
 import pytest
 
 from pytest_longca import __version__
-from pytest_longca.blame import Found, accused, excused, fair, known, outcome_after
+from pytest_longca.blame import Found, accused, as_known, excused, fair, known, outcome_after
 from pytest_longca.budget import stage_of
 from pytest_longca.checknames import select_checks
 from pytest_longca.collector import PROPERTY
@@ -90,9 +90,9 @@ def _probed(session: "Session", kernel: str, mask: str, checks: Sequence[str]) -
         findings.add(case, verification)
         if isinstance(verification.outcome, Passed | Unsupported):
             continue
-        if (as_known := excused(session, kernel, case, verification, checks)) is None:
+        if (found := excused(session, kernel, case, verification, checks)) is None:
             return Found((case, verification), findings)
-        first_known = first_known or (case, as_known)
+        first_known = first_known or found
     return Found(first_known, findings)
 
 
@@ -132,7 +132,8 @@ def judged_case(item: pytest.Item, session: "Session", kernel: str, case: "Case"
     def judge() -> Found:
         findings, verification = Findings(), session.verify(kernel, case, checks)
         findings.add(case, verification)
-        return Found(accused(session, kernel, case, verification), findings)
+        blamed = accused(session, kernel, case, verification)
+        return Found(as_known(session, kernel, *blamed) or blamed, findings)
 
     return fair(item, session, kernel, checks, judge)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pytest_longca.case import OPERANDS, Case, Layout, Values
 from pytest_longca.errors import InvalidArgument
-from pytest_longca.inputs import TORCH_DTYPES, Inputs, make_inputs, shapes
+from pytest_longca.inputs import TORCH_DTYPES, Inputs, make_inputs, shapes, shares_memory
 from pytest_longca.judge import Result
 from pytest_longca.mask import Mask
 from pytest_longca.subject import (
@@ -162,7 +162,7 @@ def layout(subject: Subject) -> list[Finding]:
         if subject.supports(case):
             result = subject.run(case, make_inputs(case, subject.machine.device))
             shown = ", ".join(f"{name} {form}" for name, form in zip(OPERANDS, layouts, strict=True))
-            findings += subject.findings("layout", result, f"with {shown}")
+            findings += [replace(found, called=named(case)) for found in subject.findings("layout", result, f"with {shown}")]
     return findings
 
 
@@ -221,7 +221,7 @@ def scale(subject: Subject) -> list[Finding]:
         case = replace(subject.case, values=values)
         if values is not subject.case.values and subject.supports(case):
             other = subject.other(case)
-            findings += other.wrong("scale", other.result, f"with {values} values")
+            findings += [replace(found, called=named(case)) for found in other.wrong("scale", other.result, f"with {values} values")]
     return findings
 
 
@@ -259,19 +259,37 @@ def of_neighbour(other: Subject, foreign: Result) -> list[Finding]:
 
 
 def refilled(subject: Subject) -> Result:
-    """The case in memory in which the call before found other values: what is kept by address, or an output that is, is stale."""
-    held = Inputs(*(getattr(subject.inputs, name).clone() for name in OPERANDS))
+    """The case in memory in which the call before found other values: what is kept by address, or an output that is, is stale.
+
+    The memory is laid out as the operands are: with other strides this would be another question, which P6 asks.
+    """
+    held = Inputs(*(laid_alike(getattr(subject.inputs, name)) for name in OPERANDS))
     run_on_other_values(subject, held)
     return subject.run(subject.case, held)
 
 
+def laid_alike(operand: Tensor) -> Tensor:
+    """Memory of its own that is laid out as the operand, with any values."""
+    once = operand[distinct(operand)]
+    return torch.empty_strided(once.shape, once.stride(), dtype=operand.dtype, device=operand.device).expand(operand.shape)
+
+
+def distinct(operand: Tensor) -> tuple[slice, ...]:
+    """The part of an operand that has each element of its memory once: what heads or batch elements share cannot be written twice."""
+    return tuple(slice(0, 1) if shares_memory(operand, axis) else slice(None) for axis in range(operand.ndim))
+
+
 def run_on_other_values(subject: Subject, held: Inputs) -> None:
-    """A call in memory that holds the subject's operands before and after it, and others in it."""
+    """A call in memory that holds other values than the subject's operands, which it holds afterwards."""
+    pairs = []
     for name in OPERANDS:
-        torch.mul(getattr(subject.inputs, name), -0.5, out=getattr(held, name))
+        own = distinct(getattr(held, name))
+        pairs.append((getattr(held, name)[own], getattr(subject.inputs, name)[own]))
+    for memory, values in pairs:
+        torch.mul(values, -0.5, out=memory)
     subject.run(subject.case, held)
-    for name in OPERANDS:
-        getattr(held, name).copy_(getattr(subject.inputs, name))
+    for memory, values in pairs:
+        memory.copy_(values)
 
 
 def named(case: Case) -> str:

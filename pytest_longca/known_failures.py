@@ -44,14 +44,19 @@ def ends_in_half_a_tile(case: Case) -> bool:
     return any(length % 128 == 64 for length in (varlen.lens_kv if varlen else (case.seqlen_kv,)))
 
 
+def all_end_in_half_a_tile(case: Case) -> bool:
+    """Whether all keys together end after the first half of a tile of 128: for a kernel that is given documents as a dense mask."""
+    return case.seqlen_kv % 128 == 64
+
+
+def has_one_query_over_whole_tiles(case: Case) -> bool:
+    """Whether there is one query, and the keys fill tiles of 128."""
+    return case.seqlen_q == 1 and case.seqlen_kv % 128 == 0
+
+
 def has_gaps_between_queries(case: Case) -> bool:
     """Whether q's tokens do not follow each other in memory: they lie in a buffer with k and v, or in longer rows."""
     return case.layouts[0] in (Layout.FUSED, Layout.PADDED)
-
-
-def has_do_of_another_layout(case: Case) -> bool:
-    """Whether do does not lie in memory as a tensor of its own does."""
-    return case.layouts[3] not in (Layout.CONTIGUOUS, Layout.OFFSET)
 
 
 def reads_many_key_blocks(case: Case) -> bool:
@@ -72,8 +77,9 @@ CONDITIONS: dict[str, Callable[[Case], bool]] = {
     "rows without keys": has_rows_without_keys,
     "head dims of an odd number of 16s": has_half_padded_head_dims,
     "keys that end in half a tile of 128": ends_in_half_a_tile,
+    "all keys that end in half a tile of 128": all_end_in_half_a_tile,
+    "one query over whole tiles of 128 keys": has_one_query_over_whole_tiles,
     "queries with gaps between them": has_gaps_between_queries,
-    "do of another layout": has_do_of_another_layout,
     "rows of more than 40 blocks of 64 keys": reads_many_key_blocks,
     "scores near -60000": has_scores_far_from_zero,
 }

@@ -48,8 +48,8 @@ class Search:
         if judged is None or isinstance(judged[1].outcome, Passed | Unsupported):
             return
         blamed, verification = judged
-        if as_known := excused(self._session, self._kernel, blamed, verification, self._checks):
-            self.excused = self.excused or (blamed, as_known)
+        if found := excused(self._session, self._kernel, blamed, verification, self._checks):
+            self.excused = self.excused or found
             return
         self.failed = judged
         raise _failure(_signature(verification))

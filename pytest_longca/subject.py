@@ -35,6 +35,7 @@ class Finding:
 
     `neighbour` is the id of the case that it is about where that is another than the judged one, and is wrong when it runs alone, too.
     In a process that ran others before, alone does not say whose fault it is: `blame.accused` asks a new one.
+    `called` is the id of the case that the check made of the judged one and called; None if it called the judged one.
     """
 
     check: str
@@ -43,6 +44,7 @@ class Finding:
     place: dict[str, Any] | None = None
     error_over_limit: float | None = None
     neighbour: str | None = None
+    called: str | None = None
 
     def __str__(self) -> str:
         return f"{self.check}: {self.tensor}: {self.message}"

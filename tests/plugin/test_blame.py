@@ -68,8 +68,27 @@ class Wrong(Naive):
         return call
 
 
+class Gappy(Naive):
+    """Wrong where q has gaps between its tokens."""
+
+    name, wrong = "gappy", ((0, "fused"), (0, "padded"))
+
+    def bind(self, case, inputs):
+        call = super().bind(case, inputs)
+        function = call.function
+        factor = 1.001 if any(case.layouts[operand] == layout for operand, layout in self.wrong) else 1.0
+        call.function = lambda q, k, v: (function(q, k, v)[0] * factor, function(q, k, v)[1])
+        return call
+
+
+class Gappier(Gappy):
+    """Wrong where k has them, too."""
+
+    name, wrong = "gappier", (*Gappy.wrong, (1, "fused"))
+
+
 def pytest_longca_kernels():
-    return [Patching(), Wearing(), Wrong()]
+    return [Patching(), Wearing(), Wrong(), Gappy(), Gappier()]
 '''
 CASE = "causal(seqlen_q=20,seqlen_kv=20)/b1/h2:2/d64/fp32/fwd_bwd/s2"
 LEFT = "a_patch ran before in the same process"
@@ -170,3 +189,32 @@ def test_without_other_processes_the_message_names_what_ran_before(judge: Run) -
     result = judge("--longca-kernels=a_patch,naive", "-k", "examples", "--longca-isolate=off")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines([f"naive is wrong: {LEFT} (*--longca-isolate=kernel*): *"])
+
+
+@pytest.fixture
+def known_of_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two entries: both kernels are wrong with gaps between queries."""
+    about = {"message": "(out|dq): ", "why": "strides", "only": "queries with gaps between them"}
+    case = "causal(seqlen_q=2,seqlen_kv=2)/b1/h1:1/d64/fp32/fwd_bwd/s0/layout=q:padded"
+    entries = tuple(Entry(name=f"gaps-of-{kernel}", kernel=kernel, case=case, **about) for kernel in ("gappy", "gappier"))
+    monkeypatch.setattr(known_failures, "load", lambda: entries)
+
+
+@pytest.mark.usefixtures("known_of_gaps")
+@pytest.mark.parametrize("asked", [("-k", "probes"), (f"--longca-case={CASE}",)], ids=["probes", "a replayed case"])
+def test_a_layout_that_a_check_tries_is_known_by_the_case_that_it_made(judge: Run, asked: tuple[str, ...]) -> None:
+    result = judge("--longca-kernels=gappy", *asked, "--longca-json=records.jsonl")
+    result.assert_outcomes(xfailed=1)
+    (record,) = map(json.loads, Path("records.jsonl").read_text().splitlines())
+    assert record["outcome"]["entry"] == "gaps-of-gappy"
+    assert record["outcome"]["reason"].startswith("layout: out: with q fused, k bhsd, v padded, do offset: ")
+    assert record["case"].endswith("/layout=q:fused,k:bhsd,v:padded,do:offset")
+    again = judge("--longca-kernels=gappy", f"--longca-case={record['case']}")
+    again.assert_outcomes(xfailed=1)
+
+
+@pytest.mark.usefixtures("known_of_gaps")
+def test_a_known_layout_hides_no_other(judge: Run) -> None:
+    result = judge("--longca-kernels=gappier", "-k", "probes")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["gappier is wrong: layout: *", "  also layout: out: with q offset, k fused, *"])

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from pytest_longca.case import Case, Direction
+from pytest_longca.case import OPERANDS, Case, Direction, Layout
 from pytest_longca.checknames import CHECK_INFO, DEFAULT, PROBES, select_checks
 from pytest_longca.checks import CHECKS, Verification, verify
 from pytest_longca.errors import DidNotRun, InvalidArgument
@@ -217,6 +217,19 @@ def test_a_state_that_spoils_every_later_call_is_reproducible() -> None:
     assert {finding.check for finding in verification.findings} == {"state"}
     assert "right after this one, which is right when it runs alone: " in verification.findings[0].message
     assert isinstance(verification.outcome, Wrong) and verification.outcome.reproducible
+
+
+def test_every_call_of_a_state_finds_the_operands_laid_out_as_the_case_says() -> None:
+    laid = replace(CASE, layouts=(Layout.FUSED, Layout.EXPANDED, Layout.PADDED, Layout.SHARED))
+    seen = []
+
+    class Looking(Naive):
+        def bind(self, case: Case, inputs: Inputs) -> AutogradCall:
+            seen.extend([tuple(getattr(inputs, name).stride() for name in OPERANDS)] * (case == laid))
+            return super().bind(case, inputs)
+
+    assert verify(Looking(), laid, CPU, ["state"]).outcome == Passed()
+    assert len(seen) == 5 and len(set(seen)) == 1, "the first, in between, after, with other values, and with its own in their place"
 
 
 def test_a_neighbour_that_is_wrong_by_itself_is_said_to_be() -> None:

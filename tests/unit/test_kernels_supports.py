@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pytest_longca.block_map import ExplicitMap
-from pytest_longca.case import Case, Direction
+from pytest_longca.case import Case, Direction, Layout
 from pytest_longca.catalogue import KERNELS, load
 from pytest_longca.kernel import Kernel
 from pytest_longca.machine import CPU, H200, Machine
@@ -25,6 +25,7 @@ from pytest_longca.masks.regular import Causal, CausalSlidingWindow, Full, FullS
 A100 = Machine("cuda", (8, 0), "NVIDIA A100", 80 * 2**30)
 B200 = Machine("cuda", (10, 0), "NVIDIA B200", 180 * 2**30)
 FWD = Direction.FWD
+EXPANDED, SHARED = ((layout, *[Layout.CONTIGUOUS] * 3) for layout in (Layout.EXPANDED, Layout.SHARED))
 PACKAGED = ("fa2", "fa3", "fa4", "cudnn", "cudnn_flex")
 
 
@@ -57,6 +58,9 @@ ACCEPTED = [
     ("sdpa", half(Full(100, 100), dtype="fp64"), CPU),
     ("sdpa_flash", half(Causal(100, 100)), H200),
     ("sdpa_efficient", half(CausalBlockwise((100, 28))), H200),
+    ("sdpa_cudnn", half(Causal(100, 100), head_dim_v=64), H200),
+    ("sdpa_cudnn", half(Causal(100, 100), layouts=EXPANDED), H200),
+    ("sdpa_cudnn", half(Causal(100, 100), head_dim_v=64, layouts=SHARED), H200),
     ("flex", half(blocks(64)), H200),
     ("flex", half(Causal(100, 90), direction=FWD), CPU),
     ("flex", half(Causal(32, 90)), H200),
@@ -91,6 +95,8 @@ REFUSED = [
     ("sdpa_efficient", half(Causal(100, 100), dtype="fp64"), H200, "EFFICIENT_ATTENTION takes fp32, bf16, fp16, not fp64"),
     ("sdpa_efficient", half(Causal(100, 100), head_dim=60), H200, "EFFICIENT_ATTENTION takes head dims in steps of 8"),
     ("sdpa_cudnn", half(Causal(100, 100), head_dim=256), H200, "CUDNN_ATTENTION takes head_dim up to 128"),
+    ("sdpa_cudnn", half(Causal(100, 100), head_dim_v=64, layouts=EXPANDED), H200, "has no graph for q of shared memory"),
+    ("sdpa_cudnn", half(Causal(100, 100), head_dim_v=64, layouts=SHARED, batch=2), H200, "has no graph for q of shared memory"),
     ("sdpa", half(Full(0, 100)), H200, "takes no sequence of length 0"),
     ("naive", half(CausalBlockwise((2**17,)), heads_q=64), H200, "holds all scores at once, about 24576.0 GiB for this case"),
     ("sdpa", half(CausalBlockwise((2**17,)), heads_q=64), H200, "holds all scores at once"),

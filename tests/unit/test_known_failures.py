@@ -18,11 +18,13 @@ from pytest_longca.kernel import Call, Kernel, Requirement
 from pytest_longca.known_failures import (
     ANY,
     Entry,
+    all_end_in_half_a_tile,
     due,
     ends_in_half_a_tile,
     find,
     has_gaps_between_queries,
     has_half_padded_head_dims,
+    has_one_query_over_whole_tiles,
     has_rows_without_keys,
     has_scores_far_from_zero,
     load,
@@ -196,12 +198,25 @@ def test_queries_with_gaps_between_them(layout: str, gaps: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "ends"),
-    [(Full(4, 64), True), (Full(4, 192), True), (Full(64, 128), False), (Full(4, 65), False), (FullDocument((5, 64)), True)],
+    ("mask", "ends", "all_end"),
+    [
+        (Full(4, 64), True, True),
+        (Full(4, 192), True, True),
+        (Full(64, 128), False, False),
+        (Full(4, 65), False, False),
+        (FullDocument((5, 64)), True, False),
+        (FullDocument((32, 32)), False, True),
+    ],
     ids=str,
 )
-def test_keys_that_end_in_half_a_tile(mask: Mask, ends: bool) -> None:
-    assert ends_in_half_a_tile(Case(mask=mask)) is ends
+def test_keys_that_end_in_half_a_tile(mask: Mask, ends: bool, all_end: bool) -> None:
+    case = Case(mask=mask)
+    assert (ends_in_half_a_tile(case), all_end_in_half_a_tile(case)) == (ends, all_end)
+
+
+def test_one_query_over_whole_tiles() -> None:
+    lengths = [(1, 128), (1, 256), (1, 64), (1, 97), (2, 128)]
+    assert [has_one_query_over_whole_tiles(Case(mask=Full(*both))) for both in lengths] == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -289,6 +304,31 @@ def test_sdpa_cudnn_is_excused_for_rows_without_keys_alone(reason: str, is_known
     found = find(kernel, with_empty_rows, H200, Wrong(reason))
     assert (found is not None and found.name == "sdpa-cudnn-rows-without-keys") is is_known
     assert find(kernel, without, H200, Wrong(reason)) is None
+
+
+NAN = "truth: {}: batch 0, head 0, row 0, column 0 (16-row tile 0, 128-row tile 0) holds NaN; 4 of 1344 rows are beyond their limits"
+ONE_QUERY = "causal(seqlen_q=1,seqlen_kv={})/b1/h1:1/d16/bf16/fwd_bwd/s0/in=low"
+DOCUMENTS = "causal_document(doc_lens={})/b3/h7:1/d16/fp16/fwd_bwd/s4/scale=0.61/in=biased"
+
+
+@pytest.mark.parametrize(
+    ("case", "tensor", "name"),
+    [
+        (DOCUMENTS.format("2*32"), "dq", "sdpa-cudnn-nan-after-half-a-tile"),
+        (DOCUMENTS.format("64+1"), "dq", None),
+        (DOCUMENTS.format("2*32"), "dk", None),
+        (ONE_QUERY.format(256), "dk", "sdpa-cudnn-nan-of-one-query"),
+        (ONE_QUERY.format(256), "dq", None),
+        (ONE_QUERY.format(97), "dk", None),
+    ],
+)
+def test_what_is_excused_of_sdpa_cudnn_that_is_not_a_number(
+    case: str, tensor: str, name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = load_kernel(KERNELS["sdpa_cudnn"])()
+    monkeypatch.setattr(type(kernel), "version", lambda self: "2.11.0+cu130")
+    found = find(kernel, parse_case(case), H200, Wrong(NAN.format(tensor)))
+    assert (found.name if found else None) == name
 
 
 class _Verdicts:

@@ -209,7 +209,7 @@ class FlashInferWrapper:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = attention(q[None], k[None], v[None], self.visible, self.scale)
-        return out[0], lse[0] / math.log(2)
+        return out[0], (lse[0] / math.log(2)).clamp(min=-5e4)  # its minus infinity
 
 
 class BlockSparseAttentionWrapper(FlashInferWrapper):
@@ -345,6 +345,12 @@ def test_padding_is_told_and_only_done_where_needed(name: str) -> None:
 def test_flashinfer_takes_the_wrapper_that_fits_the_map(mask: Mask, wrapper: str) -> None:
     case = half(mask, head_dim=16, direction=FWD)
     assert kernel_named("flashinfer").bind(case, make_inputs(case)).facts["source"] == f"flashinfer.{wrapper}"
+
+
+@pytest.mark.parametrize(("mask", "said"), [(uniform(64, ROW_EMPTY), "lse -50000 in base 2 turned into -inf"), (uniform(64, ONE), None)])
+def test_what_flashinfer_writes_for_minus_infinity_is_said_where_a_row_is_empty(mask: Mask, said: str | None) -> None:
+    case = half(mask, head_dim=16, direction=FWD)
+    assert kernel_named("flashinfer").bind(case, make_inputs(case)).facts.get("empty_rows") == said
 
 
 def test_a_refusal_of_flashinfers_plan_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
