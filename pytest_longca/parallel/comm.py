@@ -7,6 +7,7 @@ adjoint launch and finish apart, so that a block's work is launched before the o
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,6 +26,8 @@ class Block(NamedTuple):
 
 
 Wait = Finish[Tensor]
+Message = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""What each rank is sent, and where what it sends is put."""
 Body = Callable[[Block], Finish[Tensor | None]]
 """Launches a block's work, and finishes with the gradient of its rows in their dtype; None if it has none."""
 
@@ -69,27 +72,27 @@ class Channel:
             ops.append(dist.P2POp(dist.irecv, parts[source], group=self.group, group_peer=source))
         return _waiter(dist.batch_isend_irecv(ops), received, x.device, sent)
 
-    def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor], kind: str = "all_to_all") -> Finish[None]:
-        """Send `sent[r]` to every other rank r and fill `received[r]` (of `landing`) from it. Its own part the caller copies himself."""
+    def all_to_all(self, messages: Sequence[Message], kind: str = "all_to_all") -> list[Finish[None]]:
+        """Send `sent[r]` to every other rank r and fill `received[r]` (of `landing`) from it, for each of these messages, in one batch.
+
+        Its own part the caller copies himself. One wait for each message.
+        """
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        self._count(kind, sum(sent[rank].nbytes for rank in others), len(others))
+        for sent, _ in messages:
+            self._count(kind, sum(sent[rank].nbytes for rank in others), len(others))
         if self.group is None:
-            return lambda: None
-        staged = [(received[rank], self._host(sent[rank]), self._host(received[rank]), rank) for rank in others]
-        ops = []
-        for _, out, into, rank in staged:
-            ops += [dist.P2POp(dist.isend, out, group=self.group, group_peer=rank)] if out.numel() else []
-            ops += [dist.P2POp(dist.irecv, into, group=self.group, group_peer=rank)] if into.numel() else []
+            return [lambda: None for _ in messages]
+        ops: list[dist.P2POp] = []
+        staged = [[(received[rank], self._send(ops, sent[rank], received[rank], rank)) for rank in others] for sent, received in messages]
         works = dist.batch_isend_irecv(ops) if ops else []
+        return [partial(_landed, works, targets, messages) for targets in staged]
 
-        def wait(operands: object = staged) -> None:  # alive as long as this function
-            for work in works:
-                work.wait()
-            for target, _, into, _ in staged:
-                if into is not target:
-                    target.copy_(into)
-
-        return wait
+    def _send(self, ops: list[dist.P2POp], sent: Tensor, received: Tensor, rank: int) -> Tensor:
+        """Add the operations with one rank; returns what it will send to, which is on the host where the transfer is staged."""
+        out, into = self._host(sent), self._host(received)
+        ops += [dist.P2POp(dist.isend, out, group=self.group, group_peer=rank)] if out.numel() else []
+        ops += [dist.P2POp(dist.irecv, into, group=self.group, group_peer=rank)] if into.numel() else []
+        return into
 
     def landing(self, x: Tensor, num_rows: int) -> Tensor:
         """Where `num_rows` rows like those of `x` will be received."""
@@ -102,7 +105,7 @@ class Channel:
         """
         received = self.landing(others, (self.size - 1) * lengths[self.rank])
         each = self.without_own([lengths[self.rank]] * self.size)
-        wait = self.all_to_all(others.split(self.without_own(lengths)), received.split(each), kind="reduce_scatter")
+        (wait,) = self.all_to_all([(others.split(self.without_own(lengths)), received.split(each))], kind="reduce_scatter")
 
         def summed() -> Tensor:
             wait()
@@ -133,6 +136,15 @@ class Channel:
         if key not in self._stand_ins:
             self._stand_ins[key] = x[torch.arange(num_rows, device=x.device) % len(x)]
         return self._stand_ins[key]
+
+
+def _landed(works: list[dist.Work], targets: Sequence[tuple[Tensor, Tensor]], operands: object) -> None:
+    """Wait, once for the whole batch (a second wait never ends), and copy what came to the host; the operands are kept until then."""
+    while works:
+        works.pop().wait()
+    for target, into in targets:
+        if into is not target:
+            target.copy_(into)
 
 
 def _waiter(works: Sequence[dist.Work | None], received: Tensor, device: torch.device, sent: Tensor) -> Wait:

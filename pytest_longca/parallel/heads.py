@@ -1,7 +1,8 @@
 """Ulysses' exchange: from some tokens of all heads to all tokens of some heads, and back.
 
-In `groups` parts, each one packed message: all go in one after another, and only the first way in and the last way out are waited for; the
-others travel beside the attention of another group.
+In `groups` of heads, each one packed message: only the first way in and the last way out are waited for, the others travel beside the
+attention of another group. What comes amid a running kernel has to wait for room between its blocks, and keeps them from starting until
+it has it. So all goes in, and is copied, before there is any work; it goes back in two batches, and is copied when the work is over.
 """
 
 import math
@@ -27,16 +28,18 @@ class HeadExchange:
     groups: Sequence[int] = (1,)
 
     def to_heads(self, *tensors: Tensor) -> Iterator[list[Tensor]]:
-        """Each group's share of `[tokens, heads, dim]` tensors, all tokens of the axis.
-
-        All groups are sent at once, before there is any work: a transfer that comes later has to wait for room between the blocks of a
-        running kernel, and keeps others from starting meanwhile.
-        """
+        """Each group's share of `[tokens, heads, dim]` tensors, all tokens of the axis: the first group as soon as it is there."""
         if self.channel.size == 1:
             yield list(tensors)
             return
-        for arriving in [self._exchanged(tensors, part) for part in self.parts()]:
-            yield arriving()
+        first, *others = self.parts()
+        arriving = [*self._sent(tensors, [first]), *self._sent(tensors, others)]
+        for received, shares, _ in arriving:  # beside the first transfer
+            _pack(received.split(list(self.lengths))[self.channel.rank], [share[self.channel.rank] for share in shares])
+        for received, shares, wait in arriving:
+            wait()
+            widths = [share.shape[2] * share.shape[3] for share in shares]
+            yield [part.unflatten(-1, share.shape[2:]) for part, share in zip(received.split(widths, -1), shares, strict=True)]
 
     def parts(self) -> Iterator[slice]:
         """Which key/value heads of a rank are in each group."""
@@ -45,59 +48,57 @@ class HeadExchange:
             start, stop = stop, stop + count
             yield slice(start, stop)
 
-    def _exchanged(self, tensors: Sequence[Tensor], heads: slice) -> Finish[list[Tensor]]:
-        channel, tokens, split = self.channel, len(tensors[0]), (self.channel.size, sum(self.groups), -1)
-        shares = [x.unflatten(1, split)[:, :, heads].flatten(2, 3).transpose(0, 1) for x in tensors]  # [U, tokens, heads, dim]
-        widths = [share.shape[2] * share.shape[3] for share in shares]
-        packed = tensors[0].new_empty(channel.size, tokens, sum(widths))
-        received = channel.landing(packed[channel.rank], sum(self.lengths))
-        places = received.split(list(self.lengths))
-        for others in channel.others:
-            _pack(packed[others], [share[others] for share in shares])
-        wait = channel.all_to_all(packed.unbind(), places)
-
-        def arrived() -> list[Tensor]:
-            _pack(places[channel.rank], [share[channel.rank] for share in shares])  # beside the transfer
-            wait()
-            return [part.unflatten(-1, share.shape[2:]) for part, share in zip(received.split(widths, -1), shares, strict=True)]
-
-        return arrived
+    def _sent(self, tensors: Sequence[Tensor], groups: Sequence[slice]) -> list[tuple[Tensor, list[Tensor], Finish[None]]]:
+        """Send these groups in one batch. Of each: where it will be, what it is of this rank's `[U, tokens, heads, dim]`, and the wait."""
+        channel, split = self.channel, (self.channel.size, sum(self.groups), -1)
+        found, messages = [], []
+        for heads in groups:
+            shares = [x.unflatten(1, split)[:, :, heads].flatten(2, 3).transpose(0, 1) for x in tensors]
+            packed = tensors[0].new_empty(*shares[0].shape[:2], sum(share.shape[2] * share.shape[3] for share in shares))
+            for others in channel.others:
+                _pack(packed[others], [share[others] for share in shares])
+            received = channel.landing(packed[channel.rank], sum(self.lengths))
+            found.append((received, shares))
+            messages.append((packed.unbind(), received.split(list(self.lengths))))
+        return [(*group, wait) for group, wait in zip(found, channel.all_to_all(messages), strict=True)]
 
 
 @dataclass(slots=True, eq=False)
 class WayBack:
-    """The other direction of an exchange: groups go back one after another, each straight into its place among the rank's own tokens."""
+    """The other direction of an exchange: groups go back in order, all before the last one in one batch."""
 
     exchange: HeadExchange
-    _wholes: list[Tensor] = field(default_factory=list)
-    _to_send: Iterator[slice] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._to_send = self.exchange.parts()
+    _groups: list[tuple[Tensor, ...]] = field(default_factory=list)
+    _sent: list[tuple[Sequence[Tensor], Tensor, Finish[None]]] = field(default_factory=list)
 
     def send(self, *tensors: Tensor) -> None:
-        """Send the next group's `[all tokens, group's heads, dim]`, several tensors as one message."""
-        channel, lengths, groups = self.exchange.channel, self.exchange.lengths, self.exchange.groups
-        if channel.size == 1:
-            self._wholes = list(tensors)
-            return
-        heads, own = next(self._to_send), lengths[channel.rank]
-        if not self._wholes:
-            self._wholes = [
-                x.new_empty(own, channel.size, sum(groups), x.shape[1] // (heads.stop - heads.start), x.shape[2]) for x in tensors
-            ]
-        places = [whole[:, :, heads].transpose(0, 1) for whole in self._wholes]  # [U, own tokens, kv heads, query heads of each, dim]
-        parts = _side_by_side(tensors).split(list(lengths))
-        received = channel.landing(parts[channel.rank], channel.size * own).view(channel.size, own, -1)
-        wait = channel.all_to_all(parts, received.unbind())
-        _unpack(parts[channel.rank], [place[channel.rank] for place in places])  # beside the transfer
-        wait()
-        for others in channel.others:
-            _unpack(received[others], [place[others] for place in places])
+        """Take the next group's `[all tokens, group's heads, dim]`, several tensors as one message, and send what is due."""
+        self._groups.append(tensors)
+        if self.exchange.channel.size > 1 and len(self._groups) >= len(self.exchange.groups) - 1:
+            self._send_batch()
+
+    def _send_batch(self) -> None:
+        channel, lengths = self.exchange.channel, list(self.exchange.lengths)
+        parts = [_side_by_side(tensors).split(lengths) for tensors in self._groups[len(self._sent) :]]
+        received = [channel.landing(part[channel.rank], channel.size * lengths[channel.rank]) for part in parts]
+        waits = channel.all_to_all([(part, place.chunk(channel.size)) for part, place in zip(parts, received, strict=True)])
+        self._sent += zip(parts, received, waits, strict=True)
 
     def result(self) -> list[Tensor]:
         """The tensors that were sent, `[tokens, heads, dim]` each: this rank's tokens, all heads."""
-        return self._wholes if self.exchange.channel.size == 1 else [whole.flatten(1, 3) for whole in self._wholes]
+        channel, groups = self.exchange.channel, self.exchange.groups
+        if channel.size == 1:
+            return list(self._groups[0])
+        own = self.exchange.lengths[channel.rank]
+        wholes = [x.new_empty(own, channel.size, sum(groups), x.shape[1] // groups[0], x.shape[2]) for x in self._groups[0]]
+        places = [[whole[:, :, heads].transpose(0, 1) for whole in wholes] for heads in self.exchange.parts()]
+        for (parts, _, _), targets in zip(self._sent, places, strict=True):  # beside the last transfer
+            _unpack(parts[channel.rank], [target[channel.rank] for target in targets])
+        for (_, received, wait), targets in zip(self._sent, places, strict=True):
+            wait()
+            for others in channel.others:
+                _unpack(received.unflatten(0, (channel.size, own))[others], [target[others] for target in targets])
+        return [whole.flatten(1, 3) for whole in wholes]
 
 
 def _pack(packed: Tensor, parts: Sequence[Tensor]) -> None:

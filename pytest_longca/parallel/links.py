@@ -68,7 +68,8 @@ def _gather(channel: Channel, x: torch.Tensor) -> Wait:
 
 
 def _all_to_all(channel: Channel, x: torch.Tensor) -> Finish[None]:
-    return channel.all_to_all(x.chunk(channel.size), channel.landing(x, len(x)).chunk(channel.size))
+    (wait,) = channel.all_to_all([(x.chunk(channel.size), channel.landing(x, len(x)).chunk(channel.size))])
+    return wait
 
 
 _KINDS: dict[str, tuple[Launch, Callable[[int], float]]] = {
