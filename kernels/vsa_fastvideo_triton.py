@@ -40,6 +40,7 @@ class VsaFastvideoTriton(Kernel):
         gqa=False,
         unequal_head_dims=False,
     )
+    compiles_per_shape = True  # the forward is tuned anew for each number of queries
     device_kernel_pattern = r"_attn_fwd_sparse|_attn_bwd"
 
     def compiles_to_disk(self, machine: Machine) -> bool:

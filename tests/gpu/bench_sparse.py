@@ -54,7 +54,7 @@ DENSITY_KERNELS = ("vsa_triton", "vsa", "cudnn_sparse")
 SHAPES = {"8K": (8192, 16, 16), "32K": (32768, 64, 64), "32K gqa": (32768, 64, 8)}
 LENGTHS = (32768, 131072, 65536)
 HEADS = ((64, 64), (64, 8))
-DENSITIES = (0.5, 0.1, 1.0, 0.2, 0.8)
+DENSITIES = (0.5, 0.1, 1.0, 0.2, 0.8)  # what tells most first
 PASSES = (Direction.FWD, Direction.BWD)
 SHORT, LONG = Effort(10, 20, 0.3, patience_s=0.6), Effort(5, 10, 0.5, patience_s=1.0, fewest=3)
 CALLS = {Direction.FWD: 7, Direction.BWD: 8}
@@ -93,11 +93,11 @@ def compared(names: list[str], shapes: list[str], sizes: list[int]) -> list[Cell
     return found
 
 
-def by_density(names: list[str], sizes: list[int]) -> list[Cell]:
-    """The cells of the table of densities, the most informative first."""
+def by_density(names: list[str], sizes: list[int], densities: list[float]) -> list[Cell]:
+    """The cells of the table of densities."""
     return [
         Cell(name, case_of(seqlen, heads_q, heads_kv, size, direction, density), size, density, label)
-        for density in DENSITIES
+        for density in densities
         for seqlen in LENGTHS
         for size in sizes
         for heads_q, heads_kv in HEADS
@@ -324,6 +324,11 @@ def milliseconds(job: object) -> float:
     return statistics.median(times)
 
 
+def numbers(text: str) -> tuple[float, ...]:
+    """The numbers of "0.2,0.8"."""
+    return tuple(float(x) for x in text.split(","))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0)
@@ -334,7 +339,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file that gets the records")
     parser.add_argument("--table", type=Path, help="only print the table of a file of records, as Markdown")
     parser.add_argument("--update", type=Path, help="only make the tables of a page anew, from the files that it names")
-    parser.add_argument("--densities", default="0.5", help=argparse.SUPPRESS)
+    parser.add_argument("--densities", type=numbers, default=DENSITIES, help="which of the table, in this order (default: all)")
     parser.add_argument("--groups", help=argparse.SUPPRESS)
     parser.add_argument("--check-kernel", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -344,8 +349,8 @@ def main() -> None:
     elif options.update:
         options.update.write_text(updated(options.update.read_text(encoding="utf-8"), Path(__file__).parents[2]), encoding="utf-8")
     elif options.check_kernel:
-        densities, groups = [float(x) for x in options.densities.split(",")], [int(x) for x in options.groups.split(",")]
-        check_kernel(options.check_kernel, sizes, densities, groups, find_machine())
+        groups = [int(x) for x in options.groups.split(",")]
+        check_kernel(options.check_kernel, sizes, list(options.densities), groups, find_machine())
     else:
         print("\n".join(["", *bench(options, sizes)]))
 
@@ -357,10 +362,10 @@ def bench(options: argparse.Namespace, sizes: list[int]) -> list[str]:
     uniform, dense = [size for size in sizes if size > 1], [name for name in DENSITY_KERNELS if name in names]
     cells = {
         "compare": (compared(names, options.shapes.split(","), sizes) if "compare" in steps else [], SHORT),
-        "density": (by_density(dense, uniform) if "density" in steps else [], LONG),
+        "density": (by_density(dense, uniform, list(options.densities)) if "density" in steps else [], LONG),
     }
     judged_names = [name for name in names if any(name == cell.kernel for some, _ in cells.values() for cell in some)]
-    checks = Checks(judged_names, sizes if "compare" in steps else uniform, list(DENSITIES) if "density" in steps else [0.5])
+    checks = Checks(judged_names, sizes if "compare" in steps else uniform, list(options.densities) if "density" in steps else [0.5])
     checks.collect(False, started + 0.35 * (deadline - started))
     print(f"checks took {time.monotonic() - started:.0f} s", flush=True)
     machine = find_machine()

@@ -27,8 +27,9 @@ GRACE_S = 10.0
 PYTEST = "-m pytest -p no:cacheprovider --longca-json={out}"
 TIMED = f"{PYTEST} -k timing"
 EXAMPLES = f"{PYTEST} --longca-examples=210 -k examples --benchmark-skip --maxschedchunk=1"
-SIMULATED = "-m pytest_longca.parallel.bench --budget 0.5 --warmup 1 --samples 3 --minutes 1.5 --json {out}"
+SIMULATED = "-m pytest_longca.parallel.bench --budget 0.5 --warmup 1 --samples 3 --minutes 3 --json {out}"
 RANK, RANKS = f"{SIMULATED} --simulate-world 8", f"{SIMULATED} --simulate-world 64 --simulate-ranks 0,21,42,63"
+DENSITY = "{root}/tests/gpu/bench_sparse.py --do density --kernels vsa_triton,vsa,cudnn_sparse --json {out}"
 NCCL = "{root}/tests/gpu/bench_parallel_nccl.py --gpus {gpus} --json {out}"
 
 
@@ -53,12 +54,13 @@ class Job:
 TIMINGS = (
     Job("reference", 130, "{root}/tests/gpu/test_reference_gpu.py --seconds 125 --only 512K --figures {out}"),
     Job("plans", 45, "{root}/tests/gpu/bench_plans.py --figures {out}"),
-    Job("gate", 200, "{root}/tests/gpu/bench_gate.py --minutes 3 --out {out}"),
-    Job("density", 330, "{root}/tests/gpu/bench_sparse.py --do density --minutes 5.2 --kernels vsa_triton,vsa,cudnn_sparse --json {out}"),
+    Job("fa3", 120, "{root}/tests/gpu/bench_dense.py --kernels flex,fa2,fa3 --minutes 1.9 --check-seqlens 8192,32768 --records {out}"),
+    Job("gate", 320, "{root}/tests/gpu/bench_gate.py --minutes 5 --out {out}"),
+    Job("density", 330, f"{DENSITY} --minutes 5.2 --densities 0.1,1.0,0.2,0.8"),
     Job("mha", 320, "{root}/tests/gpu/bench_dense.py --heads 64:64 --minutes 5 --check-seqlens 8192,32768 --records {out}"),
-    Job("simulated", 100, f"{RANK} --simulate-ranks 3 --kernels fa2 --masks causal,full --tokens 32768"),
-    Job("simulated_fast", 100, f"{RANK} --simulate-ranks 3 --kernels cudnn_flex --masks causal,full --tokens 32768"),
-    Job("simulated_documents", 100, f"{RANKS} --kernels fa2 --mechanisms ring_p2p --masks causal_document,full_document --tokens 8192"),
+    Job("simulated", 200, f"{RANK} --simulate-ranks 3 --kernels fa2 --masks full,causal --tokens 32768 --peers ring-flash-attn,yunchang"),
+    Job("simulated_fast", 200, f"{RANK} --simulate-ranks 3 --kernels cudnn_flex --masks full,causal --tokens 32768"),
+    Job("simulated_documents", 60, f"{RANKS} --kernels fa2 --mechanisms ring_p2p --masks causal_document,full_document --tokens 8192"),
     Job("dense_slice", 540, f"{TIMED} --longca-preset=paper-dense --longca-kernels=flex,fa2,fa4,cudnn_flex,flashmask --longca-budget=8m"),
     Job("long", 320, f"{TIMED} --longca-preset=long --longca-kernels=flashmask,fa4,cudnn_flex --longca-budget=3m"),
 )
@@ -69,7 +71,7 @@ VERDICTS = (
     Job("flashinfer", 300, "{root}/tests/gpu/test_sparse_gpu.py --kernels flashinfer --seconds 290 --json {out}"),
     Job("known", 100, f"{PYTEST} --longca-kernels=all -k known"),
 )
-WORLDS = (Job("nccl", 300, f"{NCCL} --minutes 4.9 --stages documents,heterogeneous,fa2,fast"),)
+WORLDS = (Job("nccl", 560, f"{NCCL} --minutes 9.2 --stages fa2_8k,fa2,fast,documents,heterogeneous"),)
 
 
 class Session:
