@@ -51,7 +51,7 @@ def test_jobs_side_by_side_see_their_gpu_and_one_without_time_does_not_start(eve
 def test_dry_run_prints_every_command_and_an_unknown_job_is_refused(everything: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert everything.main(["--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert "# gate, 200 s" in printed and "bench_gate.py --minutes 3" in printed and "--gpus 2 --json" in printed
+    assert "# gate, 320 s" in printed and "bench_gate.py --minutes 5" in printed and "--gpus 2 --json" in printed
     with pytest.raises(SystemExit):
         everything.main(["--jobs", "gat"])
     assert "no job 'gat'" in capsys.readouterr().err
