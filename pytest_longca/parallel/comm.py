@@ -49,28 +49,22 @@ class Channel:
     def shift(self, x: Tensor, num_rows: int) -> Wait:
         """Send `x` to the next rank, receive `num_rows` rows from the previous one."""
         self._count("shift", x.nbytes, 1)
+        received = self.landing(x, num_rows)
         if self.group is None:
-            return lambda: self._stand_in(x, num_rows)
-        sent, received = self._host(x), self._host(x.new_empty(num_rows, *x.shape[1:]))
+            return lambda: received
+        sent, into = self._host(x), self._host(received)
         ops = [
             dist.P2POp(dist.isend, sent, group=self.group, group_peer=(self.rank + 1) % self.size),
-            dist.P2POp(dist.irecv, received, group=self.group, group_peer=(self.rank - 1) % self.size),
+            dist.P2POp(dist.irecv, into, group=self.group, group_peer=(self.rank - 1) % self.size),
         ]
-        return _waiter(dist.batch_isend_irecv(ops), received, x.device, sent)
+        return _then(partial(_landed, dist.batch_isend_irecv(ops), [(received, into)], sent), received)
 
     def gather(self, x: Tensor, lengths: Sequence[int]) -> Wait:
         """The rows of all other ranks, in rank order. Any `lengths` (this rank's among them): sent peer to peer, straight into place."""
-        self._count("gather", x.nbytes * (self.size - 1), self.size - 1)
         num_rows = self.without_own(lengths)
-        if self.group is None:
-            return lambda: self._stand_in(x, sum(num_rows))
-        sent, received = self._host(x), self._host(x.new_empty(sum(num_rows), *x.shape[1:]))
-        parts, ops = received.split(num_rows), []
-        for distance in range(1, self.size):
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            ops.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=to))
-            ops.append(dist.P2POp(dist.irecv, parts[source], group=self.group, group_peer=source))
-        return _waiter(dist.batch_isend_irecv(ops), received, x.device, sent)
+        received = self.landing(x, sum(num_rows))
+        (wait,) = self.all_to_all([([x] * self.size, received.split(num_rows))], kind="gather")
+        return _then(wait, received)
 
     def all_to_all(self, messages: Sequence[Message], kind: str = "all_to_all") -> list[Finish[None]]:
         """Send `sent[r]` to every other rank r and fill `received[r]` (of `landing`) from it, for each of these messages, in one batch.
@@ -147,14 +141,12 @@ def _landed(works: list[dist.Work], targets: Sequence[tuple[Tensor, Tensor]], op
             target.copy_(into)
 
 
-def _waiter(works: Sequence[dist.Work | None], received: Tensor, device: torch.device, sent: Tensor) -> Wait:
-    def wait(keep_alive: Tensor = sent) -> Tensor:
-        for work in works:
-            if work is not None:
-                work.wait()
-        return received.to(device)
+def _then(wait: Finish[None], received: Tensor) -> Wait:
+    def arrived() -> Tensor:
+        wait()
+        return received
 
-    return wait
+    return arrived
 
 
 class Communicator(Protocol):
