@@ -168,7 +168,7 @@ def _refusal(backend: str, case: Case, machine: Machine) -> str | None:
         return too_long_for_scores(case, machine)
     if machine.device == "cpu":
         return _cpu_refusal(backend, case)
-    half_multiple = 8 if case.dtype != "fp32" else 4
+    multiple = 4 if case.dtype == "fp32" else 8
     rules = (
         (case.dtype not in FUSED_DTYPES[backend], f"{backend} takes {', '.join(FUSED_DTYPES[backend])}, not {case.dtype}"),
         (backend == "FLASH_ATTENTION" and needs_dense_mask(case), "FLASH_ATTENTION takes no mask tensor"),
@@ -179,7 +179,7 @@ def _refusal(backend: str, case: Case, machine: Machine) -> str | None:
             backend == "CUDNN_ATTENTION" and has_out_across_heads(case),
             "CUDNN_ATTENTION has no graph for q of shared memory with another head_dim_v, and crashes when it is asked once more",
         ),
-        (bool(case.head_dim % half_multiple or case.head_dim_v % half_multiple), f"{backend} takes head dims in steps of {half_multiple}"),
+        (bool(case.head_dim % multiple or case.head_dim_v % multiple), f"{backend} takes head dims in steps of {multiple}"),
     )
     too_long = too_long_for_scores(case, machine) if needs_dense_mask(case) else None
     return next((reason for broken, reason in rules if broken), too_long)

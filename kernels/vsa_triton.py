@@ -141,7 +141,7 @@ class VsaTriton(Kernel):
 
     name = "vsa_triton"
     source = "pytest-longca"
-    requires = (Requirement(distribution="triton", how="pip install 'pytest-longca[triton]'"),)
+    requires = (Requirement(distribution="triton", how="pip install 'pytest-longca[triton]'", at_least="3.6"),)
     capabilities = Capabilities(masks=frozenset({Form.BLOCK_MAP}), dtypes=frozenset({"fp32", "bf16", "fp16"}), head_dims=range(1, 129))
     deterministic = True
     compiles_per_head_dim = True

@@ -69,7 +69,7 @@ class Channel:
     def all_to_all(self, messages: Sequence[Message], kind: str = "all_to_all") -> list[Finish[None]]:
         """Send `sent[r]` to every other rank r and fill `received[r]` (of `landing`) from it, for each of these messages, in one batch.
 
-        Its own part the caller copies himself. One wait for each message.
+        A rank's own part is left to the caller. One wait for each message.
         """
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         for sent, _ in messages:

@@ -118,7 +118,7 @@ def _available(records: Sequence[Record]) -> str:
         for record in records
         if record.shape
     )
-    return "the records have: " + "; ".join(found)
+    return "choose what the records have, by --mask, --heads, --head-dim, --dtype, --pass, --ranks: " + "; ".join(found)
 
 
 def make_case(

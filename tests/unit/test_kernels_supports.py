@@ -227,6 +227,13 @@ def test_a_package_that_is_an_extra_is_installed_as_the_extra(name: str) -> None
             assert need.how == f"pip install 'pytest-longca[{extra}]'"
 
 
+@pytest.mark.parametrize("name", ["flashmask", "vsa_triton"])
+def test_our_own_kernels_need_the_triton_that_the_extra_installs(name: str) -> None:
+    project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())["project"]
+    (need,) = kernel_named(name).requires
+    assert project["optional-dependencies"]["triton"] == [f"{need.distribution}>={need.at_least}"]
+
+
 def test_asking_every_kernel_imports_no_backend() -> None:
     code = """
 import sys

@@ -260,7 +260,7 @@ def test_advice_for_much_sparser_masks_than_measured_says_so() -> None:
 
 
 def test_advice_without_a_fitting_record_lists_what_there_is() -> None:
-    with pytest.raises(InvalidArgument, match=r"no verified timing of causal 64:8 .*the records have: causal_document 64:8 d128 bf16 fwd"):
+    with pytest.raises(InvalidArgument, match=r"no verified timing of causal 64:8 .*by --mask, .*: causal_document 64:8 d128 bf16 fwd"):
         recommend(RECORDS, case_of(4096, "causal"))
     with pytest.raises(InvalidArgument, match="no verified timing at all"):
         recommend([], case_of(4096))
