@@ -77,7 +77,11 @@ def how_it_ended(exit_code: int | None) -> str:
 
 def head_and_tail(path: Path) -> str:
     """A log, without its middle if it is long."""
-    text = path.read_text(errors="replace")
+    return shortened(path.read_text(errors="replace"))
+
+
+def shortened(text: str) -> str:
+    """A text, without its middle if it is long."""
     return text if len(text) <= 2 * HEAD_AND_TAIL else f"{text[:HEAD_AND_TAIL]}\n[...]\n{text[-HEAD_AND_TAIL:]}"
 
 

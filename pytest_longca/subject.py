@@ -19,6 +19,7 @@ from pytest_longca.judge import Result, Verdict
 from pytest_longca.kernel import SUMS_IN_DTYPE, Call, Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.outcome import Crashed, Outcome, OutOfMemory
+from pytest_longca.processes import shortened
 from pytest_longca.reference import Reference, cached_reference
 from pytest_longca.settings import CHOICES, Changes, kept
 from pytest_longca.spent import KERNELS, spending
@@ -226,6 +227,10 @@ def _check_form(name: str, value: object, shape: tuple[int, ...], dtypes: tuple[
         raise Malformed(name, f"has shape {list(value.shape)}, due is {list(shape)} ({_AXES[name]})")
     if value.dtype not in dtypes:
         raise Malformed(name, f"has dtype {value.dtype}, due is {' or '.join(map(str, dtypes))}")
+    if value.layout is not torch.strided:
+        raise Malformed(name, f"has layout {value.layout}, due is torch.strided")
+    if value.is_meta:
+        raise Malformed(name, "is on the device meta: it holds no values")
 
 
 _AXES = {
@@ -258,20 +263,30 @@ def kernel_errors(kernel: str) -> Iterator[Changes]:
             yield changes
         except (DidNotRun, Malformed):
             raise
-        except Exception as error:
+        except KeyboardInterrupt:  # the user's, who wants the run to end
+            raise
+        except BaseException as error:  # a kernel that exits or skips a test has not run either
             raise DidNotRun(_outcome_of(kernel, error)) from error
     is_first = kernel not in CHANGED
     CHANGED.setdefault(kernel, {}).update({name: told for name, told in changes.settings.items() if not (is_first and name in CHOICES)})
 
 
-def _outcome_of(kernel: str, error: Exception) -> Outcome:
-    first_line = str(error).strip().split("\n", 1)[0]
+def _outcome_of(kernel: str, error: BaseException) -> Outcome:
+    first_line = shortened(_text_of(error).strip().split("\n", 1)[0])
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or _is_host_out_of_memory(error):
         return OutOfMemory(first_line or type(error).__name__)
-    frames = "".join(traceback.format_exception(error, limit=-4))
+    frames = shortened("".join(traceback.format_exception(error, limit=-4)))
     return Crashed(f"{kernel} raised {type(error).__name__}: {first_line}", frames)
 
 
-def _is_host_out_of_memory(error: Exception) -> bool:
+def _text_of(error: BaseException) -> str:
+    """What the exception says, or that it cannot: its class is the kernel's."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"its text raises {type(failure).__name__}"
+
+
+def _is_host_out_of_memory(error: BaseException) -> bool:
     # torch's host allocator raises a plain RuntimeError: its text is all there is.
     return type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)

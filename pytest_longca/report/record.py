@@ -1,10 +1,12 @@
 """Record: everything that one item found, as one line of JSON. Terminal, HTML and gate are pure functions of records."""
 
 import dataclasses
+import functools
 import json
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from pytest_longca.errors import InvalidArgument
 from pytest_longca.outcome import Outcome, outcome_from_json
@@ -80,12 +82,13 @@ class Record:
         try:
             data = json.loads(line)
             schema = data["schema"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidArgument(f"not a record: {line[:80]!r} ({error}); records are written by --longca-json") from None
         if schema != SCHEMA:
             raise InvalidArgument(f"a record of schema {schema}; this version reads schema {SCHEMA}: make the file again with this version")
         try:
             record = cls(**data)
+            _check_types(record)
             outcome_from_json(record.outcome)
         except (TypeError, KeyError, AttributeError) as error:
             raise InvalidArgument(f"not a record: {error}; records are written by --longca-json") from None
@@ -100,6 +103,24 @@ class Record:
     def kind(self) -> str:
         """The outcome's name: "passed", "wrong", ..."""
         return str(self.outcome["kind"])
+
+
+@functools.cache
+def _types() -> dict[str, tuple[type, ...]]:
+    """The classes that each field's value may have, as it is annotated; a float may be whole."""
+    found = {}
+    for name, hint in get_type_hints(Record).items():
+        options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        classes = tuple(get_origin(option) or option for option in options)
+        found[name] = (*classes, int) if float in classes else classes
+    return found
+
+
+def _check_types(record: Record) -> None:
+    """Raise TypeError for a field whose value is of another class than its annotation's."""
+    for name, classes in _types().items():
+        if not isinstance(value := getattr(record, name), classes):
+            raise TypeError(f"{name} is {value!r:.80}, due is {' or '.join(cls.__name__ for cls in classes)}")
 
 
 def shape_of(case: "Case") -> dict[str, Any]:

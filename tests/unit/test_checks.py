@@ -50,7 +50,7 @@ class Scripted(Kernel):
         return Script()
 
 
-def raising(error: Exception) -> Callable[..., object]:
+def raising(error: BaseException) -> Callable[..., object]:
     def step(*_: object) -> object:
         raise error
 
@@ -89,6 +89,37 @@ def test_an_unexpected_exception_is_a_crash_with_its_text_and_traceback() -> Non
     assert "Traceback" in outcome.stderr and "tile 7" in outcome.stderr
 
 
+class Unspeakable(Exception):
+    """An exception that raises where it is asked for its text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (Unspeakable(), "scripted raised Unspeakable: its text raises RuntimeError"),
+        (SystemExit(3), "scripted raised SystemExit: 3"),
+        (pytest.skip.Exception("not today"), "scripted raised Skipped: not today"),
+    ],
+)
+def test_whatever_a_kernel_raises_is_a_crash_that_names_it(error: BaseException, told: str) -> None:
+    outcome = verify(Scripted(forward=raising(error)), CASE, CPU).outcome
+    assert isinstance(outcome, Crashed) and outcome.reason == told
+
+
+def test_an_interrupt_is_the_user_s_and_passes() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        verify(Scripted(forward=raising(KeyboardInterrupt())), CASE, CPU)
+
+
+def test_an_exception_of_megabytes_is_told_in_kilobytes() -> None:
+    outcome = verify(Scripted(forward=raising(ValueError("y" * 5_000_000))), CASE, CPU).outcome
+    assert isinstance(outcome, Crashed)
+    assert len(outcome.reason) < 10_000 and len(outcome.stderr) < 10_000
+
+
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
@@ -99,6 +130,8 @@ def test_an_unexpected_exception_is_a_crash_with_its_text_and_traceback() -> Non
             "has shape [2, 4, 9, 16], due is [2, 9, 4, 16] (batch, seqlen_q, heads_q, head_dim_v)",
         ),
         (lambda out, lse: (out.double(), lse), "has dtype torch.float64, due is torch.float32"),
+        (lambda out, lse: (out.to_sparse(), lse), "has layout torch.sparse_coo, due is torch.strided"),
+        (lambda out, lse: (out.to("meta"), lse), "is on the device meta: it holds no values"),
         (lambda out, lse: (out, lse.half()), "has dtype torch.float16, due is torch.float32 or torch.float64"),
         (lambda out, lse: (out, lse.mT), "has shape [2, 9, 4], due is [2, 4, 9] (batch, heads_q, seqlen_q)"),
     ],
@@ -113,6 +146,7 @@ def test_a_malformed_forward_is_wrong_and_says_what_is_due(forward: Callable[...
     [
         (lambda dq, dk, dv: (dq, dk), "backward returned a tuple of 2: it must return (dq, dk, dv)"),
         (lambda dq, dk, dv: (dq, None, dv), "dk: the kernel returned None where a tensor of shape [2, 9, 2, 16] is due"),
+        (lambda dq, dk, dv: (dq.to_sparse(), dk, dv), "dq: has layout torch.sparse_coo, due is torch.strided"),
         (lambda dq, dk, dv: (dq, dk, dv.repeat(1, 1, 2, 1)), "dv: has shape [2, 9, 4, 16], due is [2, 9, 2, 16]"),
     ],
 )

@@ -51,6 +51,10 @@ def test_numbers_in_a_line_are_finite_and_infinities_are_strings() -> None:
         (GOOD.to_line()[:50] + "\n" + GOOD.to_line() + "\n", "line 1: not a record"),
         (GOOD.to_line().replace(f'"schema":{SCHEMA}', '"schema":99') + "\n", "schema 99; this version reads schema 1"),
         (GOOD.to_line().replace('"kernel"', '"colonel"') + "\n", "not a record: .*colonel"),
+        (GOOD.to_line().replace('"mask":"', '"mask":null,"command":"'), "not a record: mask is None"),
+        (GOOD.to_line().replace('"world_size":1', '"world_size":"1"'), "not a record: world_size is '1'"),
+        (GOOD.to_line().replace('"verdicts":[', '"verdicts":7,"device_kernels":['), "not a record: verdicts is 7"),
+        ("[" * 100_000, "line 1: not a record"),
         (GOOD.to_line().replace('"passed"', '"splendid"') + "\n", "not a record: 'splendid'"),
     ],
 )
