@@ -5,8 +5,8 @@
 Compute is data (records of simulated ranks), or the rate of the kernel alone is assumed; links are fitted on what is there, the others are
 named assumptions.
 A ring hides a hop behind the block that it computes meanwhile, a gather hides both its ways, in and its gradients' back, behind the rank's
-own block, and an exchange of heads hides all but the first group's way in and the last one's way out. Links that are busy while a rank computes
-slow it down by the factor 1 + `contention`.
+own block, and an exchange of heads hides all but the first group's way in and the last one's way out. Links that are busy while a rank
+computes slow it down by the factor 1 + `contention`.
 """
 
 import argparse
