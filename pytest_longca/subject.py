@@ -128,8 +128,8 @@ class Subject:
             grads = finish_backward(case, call, inputs.do)
             if self.machine.device == "cuda":
                 torch.cuda.synchronize()
+            self.facts.update({str(name): str(told) for name, told in call.facts.items()})
         self.moved_generators = changes.generators
-        self.facts.update(call.facts)
         return as_result(call, out, lse, *grads)
 
     def run_twice(self) -> Result:

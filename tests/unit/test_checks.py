@@ -109,6 +109,21 @@ def test_whatever_a_kernel_raises_is_a_crash_that_names_it(error: BaseException,
     assert isinstance(outcome, Crashed) and outcome.reason == told
 
 
+@pytest.mark.parametrize(("facts", "told"), [({"tile": 64, "by": torch.float32}, {"tile": "64", "by": "torch.float32"}), (None, None)])
+def test_facts_of_other_types_are_told_as_text_and_none_is_a_crash(facts: object, told: dict[str, str] | None) -> None:
+    class Told(Scripted):
+        def bind(self, case: Case, inputs: Inputs) -> Call:
+            call = super().bind(case, inputs)
+            call.facts = facts  # type: ignore[assignment]  # as a conftest.py without types may
+            return call
+
+    verification = verify(Told(), CASE, CPU)
+    if told is None:
+        assert isinstance(verification.outcome, Crashed)
+    else:
+        assert verification.outcome == Passed() and verification.facts.items() >= told.items()
+
+
 def test_an_interrupt_is_the_user_s_and_passes() -> None:
     with pytest.raises(KeyboardInterrupt):
         verify(Scripted(forward=raising(KeyboardInterrupt())), CASE, CPU)
