@@ -118,9 +118,12 @@ def _ask(hook: str, plugin: Any, path: str) -> list[Any]:
     if function is None:
         return []
     try:
-        return list(function())
+        found = function()
     except Exception as error:
         raise InvalidArgument(f"{hook} in {path} raised {type(error).__name__}: {error}") from error
+    if not isinstance(found, Iterable):
+        raise InvalidArgument(f"{hook} in {path} returned {found!r}: return a list, of one as of many")
+    return list(found)
 
 
 def _import(source: Source) -> ModuleType:

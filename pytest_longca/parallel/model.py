@@ -87,14 +87,16 @@ def _block_bytes(case: Case, mesh: Mesh, element_bytes: int) -> float:
 
 
 def _exchange_exposed_ms(case: Case, sharing: Sharing, mesh: Mesh, compute_ms: float, network: Network) -> float:
-    """Both ways of the exchange; forward and backward move the same: q, kv in and out back, or do in and dq, dkv back."""
+    """Both ways of the exchange; forward and backward move the same: q, kv in and out back, or do in and dq, dkv back.
+
+    The first group's way in is waited for, and all others' are hidden behind the work on it; so is the last one's way out, and the others'.
+    """
     if mesh.heads == 1:
         return 0.0
     groups = head_groups(case, mesh, sharing.groups)
-    shares = [0.0, *(heads / sum(groups) for heads in groups), 0.0]
+    shares = [heads / sum(groups) for heads in groups]
     ways = [network.exchange_ms(share * exchange_bytes(case, mesh) / 2, mesh, "heads") for share in shares]
-    beside = [max(0.0, before + after - share * compute_ms) for before, share, after in zip(ways, shares[1:], ways[2:], strict=False)]
-    return ways[1] + ways[-2] + sum(beside)
+    return sum(ways[end] + max(0.0, sum(ways) - ways[end] - shares[end] * compute_ms) for end in (0, -1))
 
 
 def _ring_exposed_ms(case: Case, mesh: Mesh, direction: str, compute_ms: float, network: Network) -> float:

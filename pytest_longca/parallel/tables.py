@@ -94,9 +94,10 @@ def _about(records: Sequence[Record]) -> str:
     capped = sum(bool(c.get("power_capped")) for c in clocks)
     state += [f"power at its cap in {capped} of {len(clocks)} figures"] if clocks else []
     fewest, most = (pick(len(record.samples_ms or ()) for record in timed) for pick in (min, max))
+    samples = f"medians of {fewest} samples" if fewest == most else f"medians of {fewest} to {most} samples"
     where = f"{timed[0].world_size} x {timed[0].device}" + (f", {' to '.join(dates)}" if (dates := _dates(timed)) else "")
     what = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
-    return f"{where}: {', '.join([*state, f'medians of {fewest} to {most} samples'])}. Versions: {what}."
+    return f"{where}: {', '.join([*state, samples])}. Versions: {what}."
 
 
 def _dates(records: Sequence[Record]) -> list[str]:

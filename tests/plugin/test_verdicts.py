@@ -161,6 +161,7 @@ def test_records_that_cannot_be_written_go_elsewhere_and_the_run_says_where(judg
             "def pytest_longca_masks(): return ['x']",
             "*pytest_longca_masks in *conftest.py returned 'x': return subclasses of *",
         ),
+        ("def pytest_longca_kernels(): return 1", "*pytest_longca_kernels in *conftest.py returned 1: return a list, of one as of many*"),
         ("def pytest_longca_kernels(): raise ValueError('boom')", "*pytest_longca_kernels in *conftest.py raised ValueError: boom*"),
         (
             "from pytest_longca.kernels.naive import Naive\ndef pytest_longca_kernels(): return [Naive()]",

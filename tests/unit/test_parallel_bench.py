@@ -218,6 +218,12 @@ def test_model_exposes_one_group_of_the_exchange() -> None:
     assert four == pytest.approx(one / 4)
 
 
+def test_model_exposes_what_the_other_groups_outlast_the_first_and_the_last() -> None:
+    network, way = Network(inside=Link(0.0, 100.0)), 32768 * (2 * 64 + 2 * 8) * 128 * 2 / 2 / 1e8 / 8
+    step = predict_ms(CASE, Sharing("ulysses", 2, groups=4), "fwd", 4.0, network)
+    assert step == pytest.approx(4 + 2 * (way + 3 * way - 4 / 4))
+
+
 GROUPS = [
     (8, 2, 0, (1, 2, 1)),
     (64, 2, 0, (4, 24, 4)),

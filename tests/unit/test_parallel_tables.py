@@ -29,7 +29,7 @@ def test_table_has_rates_shares_exposed_time_and_the_models_error() -> None:
     row = next(line for line in text.splitlines() if "ring_p2p" in line)
     assert row.startswith("| 8,192 | full | fa2 | ring_p2p zigzag | 380 (95.0%) | 300 (75.0%) | 10.0% / 10.0% |  | ")
     assert text.startswith(
-        "2 x A GPU, 2026-01-02: SM clocks of 1500 to 1500 MHz, power at its cap in 1 of 2 figures, medians of 3 to 3 samples."
+        "2 x A GPU, 2026-01-02: SM clocks of 1500 to 1500 MHz, power at its cap in 1 of 2 figures, medians of 3 samples."
     )
 
 
