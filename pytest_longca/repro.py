@@ -33,7 +33,10 @@ OWN = "The kernel is pytest-longca's own and is imported from it: operands, mask
 def write_repro(
     folder: str, kernel: Kernel, case: Case, verification: "Verification", machine: "Machine", versions: Mapping[str, str]
 ) -> Path:
-    """Write the file of a failure and give its path. Raises InvalidArgument if it cannot be written or the mask is too long for it."""
+    """Write the file of a failure and give its path.
+
+    Raises InvalidArgument if it cannot be written, the mask is too long for it or the kernel's snippet raises.
+    """
     text = repro_source(kernel, case, verification, machine, versions)
     path = Path(folder) / f"{kernel.name}_{hashlib.sha256(case.id.encode()).hexdigest()[:8]}.py"
     try:
@@ -67,7 +70,12 @@ def repro_source(kernel: Kernel, case: Case, verification: "Verification", machi
 def _call_of(kernel: Kernel, case: Case, facts: Mapping[str, str]) -> str | None:
     """The kernel's snippet, or None where it inherits one and has a `bind` of its own: that of another kernel would judge the other."""
     snippet_of, bind_of = (next(cls for cls in type(kernel).__mro__ if name in vars(cls)) for name in ("snippet", "bind"))
-    return kernel.snippet(case, facts) if issubclass(snippet_of, bind_of) else None
+    if not issubclass(snippet_of, bind_of):
+        return None
+    try:
+        return kernel.snippet(case, facts)
+    except Exception as error:  # somebody's code, and the failure that it is about must still be told
+        raise InvalidArgument(f"--longca-repro: the snippet of {kernel.name} raised {type(error).__name__}: {error}") from error
 
 
 def is_without_call(path: Path) -> bool:

@@ -301,6 +301,18 @@ def test_documents_and_bands_reach_the_files() -> None:
     assert "import cudnn.sdpa.fwd.torch_op" in source(Cudnn(), case)
 
 
+def test_a_snippet_that_raises_is_said_and_hides_no_failure(tmp_path: Path) -> None:
+    class Broken(TopLeft):
+        def bind(self, case: Case, inputs: Inputs) -> AutogradCall:
+            raise NotImplementedError
+
+        def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
+            return facts["tile"]
+
+    with pytest.raises(InvalidArgument, match="the snippet of top_left raised KeyError: 'tile'"):
+        write_repro(str(tmp_path), Broken(), Case(mask=Causal(3, 3), head_dim=8), FAILED, CPU, {})
+
+
 def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidArgument, match=r"--longca-repro: .* cannot be written .*: name a folder that can"):
