@@ -33,6 +33,7 @@ class Backward:
         self.dk_absolute, self.dv_absolute = zeros(*keys, case.head_dim), zeros(*keys, case.head_dim_v)
         self.squares = zeros(*keys, 2)  # of dv, of dk by D
         self.evenness = zeros(*keys, 3)  # sums of P times it, of P, and of P times it times |D| |q|
+        self.one_delta = zeros(*keys, 1)  # sum of P times what the queries' errors in D have in common times |q|
         self.dk_squares, self.dk_fourths = zeros(*keys, 1), zeros(*keys, 1)
         self.fourths = zeros(*keys, 2)  # of dv, of dk by D
         # The squares of terms: of what is rounded, but where several heads make one term.
@@ -63,6 +64,8 @@ class Backward:
         ops.add_keys(self.dv_absolute, piece, dv)
         ops.add_keys(self.dk_absolute, piece, dk)
         ops.add_keys(self.evenness, piece, ar.bound(weights.size.mT, rows.evenness)[..., :3])
+        if ops.are_queries_alike:
+            ops.add_keys(self.one_delta, piece, ar.bound(weights.size.mT, rows.one_delta)[..., :1])
         if rows.heads:
             sums = rows.heads.of_weights(size, rows.weighted_do), rows.heads.of_delta(size, rows.of_delta)
             for total, of_dv, of_dk in zip((self.squares, self.terms, self.fourths), *sums, strict=True):
@@ -134,6 +137,7 @@ class Backward:
             flushed=self.flushed["dq"] * ops.scale if self.flushed else None,
             lost=ops.case.seqlen_kv * ops.lost_ds * ops.k_most,
             evenness=forward.evenness,
+            alike=ops.alike_p * ops.of_stacks(ops.alike(1 - ops.shared_do))[..., None],
         )
         dq = self.dq * ops.case.scale
         bound = bound_of(dq, terms, ops.rounding, ops.case.seqlen_kv, ops.query_deviations)
@@ -146,6 +150,7 @@ class Backward:
         squared = self.dk_terms[..., 0] * ops.scale**2
         # A term that is large itself is along the row with its error in D too: sum of (dS^2 e^2), by Cauchy and Schwarz.
         with_delta = (fourths * of_delta).sqrt()
+        one_delta = self.one_delta[..., 0] * ops.scale
         terms = Terms(
             absolute=self.dk_absolute * ops.scale,
             squares=DS_ROUNDINGS * squares + by_delta,
@@ -153,13 +158,14 @@ class Backward:
             roundings=DS_ROUNDINGS,
             growth=self._growth_of_keys(),
             mean=ops.shared_query(ops.q),
+            coherent=one_delta,
             flushed=self.flushed["dk"] * ops.scale if self.flushed else None,
             lost=ops.num_queries * ops.of_heads(ops.lost_ds * ops.q_most)
             + 2 * ops.rounding.unit * ops.scale * self.evenness[..., 2]
             + (self.alike.of_dk() if self.alike else 0.0),
             evenness=self._evenness_of_keys(),
-            common=by_delta,
-            common_fourths=of_delta,
+            common=by_delta + one_delta.square(),
+            common_fourths=of_delta + one_delta.square().square(),
             parts=squares if ops.case.group > 1 else None,
             num_parts=ops.case.group,
             are_parts_alike=ops.same_q and ops.same_do,
@@ -175,6 +181,7 @@ class Backward:
             concentrated=concentrated(self.fourths[..., 0], self.terms[..., 0], squares),
             growth=self._growth_of_keys(),
             mean=ops.shared_query(ops.do),
+            coherent=ops.of_heads(ops.alike_p) * torch.linalg.vector_norm(self.dv, dim=-1),
             flushed=self.flushed.get("dv"),
             lost=ops.num_queries * UNDERFLOW[ops.case.dtype] * ops.of_heads(ops.do_most) + (self.alike.of_dv() if self.alike else 0.0),
             evenness=self._evenness_of_keys(),
@@ -182,6 +189,7 @@ class Backward:
             num_parts=ops.case.group,
             are_parts_alike=ops.same_q and ops.same_do,
             columns=ops.columns_dv,
+            alike=ops.of_heads(ops.alike_p),  # where queries are so close, their keys' scores are few numbers
         )
         return self._of_keys(self.dv, terms)
 
@@ -230,6 +238,8 @@ class _Rows:
         # P that is rounded to one side in all of a row is so in out and D too, and in dS the other way.
         of_even = evenness * self.delta[..., 0].abs() * q2.sqrt()
         self.evenness = ar.columns(evenness, torch.ones_like(evenness), of_even)
+        if ops.are_queries_alike:  # so is out then, and what rounding it and one do make of D
+            self.one_delta = ar.columns(ops.alike_p[..., 0] * (ops.of_stacks(ops.shared_do) * q2).sqrt() * error)
 
 
 def _delta_rounding(ops: Operands, forward: Forward, rows: slice) -> Tensor:

@@ -100,6 +100,7 @@ class Forward:
             flushed=self.flushed,
             lost=ops.case.seqlen_kv * UNDERFLOW[ops.case.dtype] * ops.v_most,
             evenness=self.evenness,
+            alike=ops.alike_p,
         )
         bound = bound_of(self.out, terms, ops.rounding, ops.case.seqlen_kv, ops.query_deviations)
         return {"out": (ops.per_row(self.out), Bound(*map(ops.per_row, bound.tensors()))), "lse": self._lse()}
@@ -115,7 +116,7 @@ class Forward:
         zeros, size = torch.zeros_like(lse), score * fp32_steps(case.head_dim) + others
         # Products that are all alike round to the same side in each partial sum.
         allowed = SCALE * others + max(SCALE * fp32_steps(case.head_dim), case.head_dim / 2) * score
-        return lse, Bound(size, size, size, allowed, zeros, zeros, zeros, zeros)
+        return lse, Bound(size, size, size, allowed, zeros, zeros, zeros, zeros, zeros)
 
 
 class _Running:

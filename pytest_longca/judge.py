@@ -226,15 +226,17 @@ def _row_errors(
     along = (error * truth).sum(-1).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)  # <error, ref>
     norm = torch.linalg.vector_norm(truth, dim=-1)
     along = along.masked_fill(norm < SMALLEST_NORM[truth.dtype], 0.0)  # a row whose square underflows has no direction
-    along_allowed = along_limit(bound, rounding.unit, deviations(size.numel())) * norm
+    at_most = deviations(size.numel())
+    along_allowed = along_limit(bound, rounding.unit, at_most) * norm
     over = torch.maximum(_over(size, limit), _over(along.abs(), along_allowed))
     tiles = _over(_tile_errors(size, bound, rounding.unit), torch.tensor(TILE if copies.columns == 1 else math.inf, device=size.device))
-    shared = bound.shared * norm
+    shared, joint = bound.shared * norm, at_most * rounding.unit * bound.joint * norm
+    own2 = ((along_allowed - shared).square() - joint.square()).clamp_min(0.0)
     stats = {
         "rows": _largest(over),
         "tiles": _largest(tiles),
-        "head_gain": _largest(_over(along.sum((0, 1)).abs(), _pooled(along_allowed, shared, (0, 1), copies.batches))),
-        "gain": _largest(_over(along.sum().abs(), _pooled(along_allowed, shared, (0, 1, 2), copies.batches * copies.heads))),
+        "head_gain": _largest(_over(along.sum((0, 1)).abs(), _pooled(own2, joint, shared, (0, 1), copies.batches))),
+        "gain": _largest(_over(along.sum().abs(), _pooled(own2, joint, shared, (0, 1, 2), copies.batches * copies.heads))),
     }
     if stats["rows"] <= 1 < stats["tiles"]:  # no row alone is wrong: every row of such a tile is
         whole = tiles.shape[1] * TILE_ROWS
@@ -259,9 +261,9 @@ def _largest(ratios: Tensor) -> float:
     return float(ratios.max()) if ratios.numel() else 0.0
 
 
-def _pooled(allowed: Tensor, shared: Tensor, dims: tuple[int, ...], copies: int) -> Tensor:
+def _pooled(own2: Tensor, joint: Tensor, shared: Tensor, dims: tuple[int, ...], copies: int) -> Tensor:
     """The limit of a sum of errors along their rows: independent parts as squares, copies of a row and what rows share as they are."""
-    return (copies * (allowed - shared).square().sum(dims)).sqrt() + shared.sum(dims)
+    return (copies * own2.sum(dims) + joint.sum(dims).square()).sqrt() + shared.sum(dims)
 
 
 def _lse_errors(x: Tensor, truth: Tensor) -> Tensor:

@@ -121,7 +121,8 @@ class Bound:
     In units of u: `scale` is the norm of the sum of absolute terms (for lse, the size of what was rounded), `spread` the root of
     the sum of squares of everything that is rounded, `tile` the same with what the rows of a tile may have in common, `allowed` what the
     spread allows as an error's norm, `along` the part of the spread that lies along the row itself, `squares` the part that is of the
-    terms. Absolute: `flush` is what underflow may cost, `shared` what all rows may lose along themselves at once.
+    terms, `joint` the part of `along` that is one error in all rows of a head. Absolute: `flush` is what underflow may cost, `shared` what
+    all rows may lose along themselves at once.
     """
 
     scale: Tensor
@@ -132,9 +133,10 @@ class Bound:
     squares: Tensor
     flush: Tensor
     shared: Tensor
+    joint: Tensor
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from (self.scale, self.spread, self.tile, self.allowed, self.along, self.squares, self.flush, self.shared)
+        yield from (self.scale, self.spread, self.tile, self.allowed, self.along, self.squares, self.flush, self.shared, self.joint)
 
     def with_sums_in_dtype(self, blocks: int, dim: int, deviations: float, lost: float, size: Tensor) -> "Bound":
         """The bound of a kernel that rounds its sums to the dtype after each of `blocks` blocks.
@@ -155,6 +157,7 @@ class Bound:
             squares=self.squares,
             flush=self.flush + steps,
             shared=self.shared * (1 + times) + steps,  # what is rounded to the same side once is so each time
+            joint=self.joint,
         )
 
 
@@ -168,7 +171,8 @@ class Terms:
     rounding (1 if nothing); `common` are those of `squares` that belong to errors which other rows share, and `common_fourths` the sum
     of their squares; `evenness` in 0 to 1 says that P's roundings do not average out; `lost` is what underflow in fp32 costs at most;
     `parts` are the squares of what is rounded before the last sum, `num_parts` of them, each query head's share of a group, which may all
-    be alike; `columns` of a row are copies of each other, and round alike.
+    be alike; `columns` of a row are copies of each other, and round alike. `alike`, 0 to 1, is how far roundings of terms are the same in
+    all rows.
     """
 
     absolute: Tensor
@@ -187,6 +191,7 @@ class Terms:
     columns: int = 1
     num_parts: int = 0
     are_parts_alike: bool = False
+    alike: Tensor | float = 0.0
 
 
 def concentrated(products: Tensor, squares: Tensor, errors: Tensor) -> Tensor:
@@ -207,7 +212,8 @@ def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int, de
     coherent2 = torch.zeros_like(size2) if terms.coherent is None else terms.coherent.square()
     tiny = 1e-290 if value.dtype is torch.float64 else 1e-37
     rounded2 = terms.growth.square() * size2
-    rounded_along2 = terms.growth.square() * value.square().square().sum(-1) * terms.columns / size2.clamp_min(tiny)
+    fourths = value.square().square()
+    rounded_along2 = terms.growth.square() * fourths.sum(-1) * terms.columns / size2.clamp_min(tiny)
     sameness = 4 * rounding.unit / relative_spread(value.abs())  # a spacing over the spread of the row's entries
     if terms.parts is not None:  # independent parts are as large as their terms' squares say, parts in one direction as the row
         # Sums of rounded parts lie on a lattice: entries that fall on few of its points round alike, with the inverse of their number.
@@ -241,8 +247,21 @@ def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int, de
         shared = shared + 2 * rounding.unit * terms.evenness * size2.sqrt()
     if terms.common is not None:  # only along what all terms share does it add up over the rows
         shared = shared + deviations * rounding.unit * (terms.common * shared2).sqrt()
-    tile2 = spread2 + (one_side.square() + _fluctuation(terms, deviations)) / TILE**2
-    return Bound(scale, spread2.sqrt(), tile2.sqrt(), torch.minimum(at_worst, likely), along, terms.squares, flush, shared)
+    # Where all rows have one error a tile is as far off as a row may be.
+    alike2 = torch.as_tensor(terms.alike, device=value.device).square()
+    tile2 = spread2 + (one_side.square() + _fluctuation(terms, deviations) + alike2 * likely.square()) / TILE**2
+    joint = (alike2 * along.square() + (1 - alike2) * _rounded_alike(value, fourths, rounding) * rounded_along2).sqrt()
+    return Bound(scale, spread2.sqrt(), tile2.sqrt(), torch.minimum(at_worst, likely), along, terms.squares, flush, shared, joint)
+
+
+def _rounded_alike(value: Tensor, fourths: Tensor, rounding: Rounding) -> Tensor:
+    """The share of what rounding costs rows `[..., rows, head_dim]` along them that is one error, as their entries hardly differ."""
+    if value.shape[-2] < 2:
+        return torch.zeros_like(fourths[..., 0])
+    spread, mean = torch.std_mean(value, -2, keepdim=True)
+    alike = evenness(4 * rounding.unit * mean.abs() / spread.clamp_min(1e-30))
+    found: Tensor = (fourths @ alike.square().mT)[..., 0] / fourths.sum(-1).clamp_min(1e-290 if value.dtype is torch.float64 else 1e-37)
+    return found
 
 
 def relative_spread(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from pytest_longca.arithmetic import Arithmetic
 from pytest_longca.case import Case
 from pytest_longca.inputs import COLUMNS, HEADS, Inputs, shares_memory
-from pytest_longca.limits import SCALE, UNDERFLOW, Rounding, deviations, fp32_steps, shared_direction
+from pytest_longca.limits import SCALE, UNDERFLOW, Rounding, deviations, evenness, fp32_steps, shared_direction
 from pytest_longca.sweep import Piece, RowTile, Visibility, sweep
 
 FLAT = 1 / 8
@@ -16,6 +16,15 @@ FLAT = 1 / 8
 
 ALIKE = 1 / 4
 """From which share in their squares on a direction that all do have may make P and dS alike: less spreads dS by more than its size."""
+
+SOME = 4096
+"""So many queries and keys tell how far they are apart."""
+
+FAR = 1e30
+"""The variance of a query or key that has no others: nothing can be alike."""
+
+NEARLY_NONE = 1e-6
+"""A part of an error that need not be counted."""
 
 
 class Operands:
@@ -54,8 +63,9 @@ class Operands:
         self.q_most, self.do_most = (self._largest(x.flatten(1)) for x in (self.q_norm2, self.do_norm2))
         # A kernel may fold the scale into dS before it rounds it.
         self.flush_ds = rounding.flush and rounding.flush / min(self.scale, 1.0)
+        self.shared_do = self.shared_query(self.do).square().sum(-1)  # [batch * heads_kv, 1]
         # Only where the queries' do have much in common can a key's dS be alike, or its errors in P add up in dv.
-        self.may_be_alike = rounding.ratio < 1 and bool((self.shared_query(self.do).square().sum(-1) > ALIKE).any())
+        self.may_be_alike = rounding.ratio < 1 and bool((self.shared_do > ALIKE).any())
         # What a term of dq or dk may lose at most, over the key's or query's norm: P times dP - D, and dS.
         self.lost_ds = self.scale * UNDERFLOW[case.dtype] * (2 * self.do_most * self.v_most + 1)
         # Bounds on a row's scores and on its dP, times the steps of their sums: what fp32 arithmetic has to carry.
@@ -63,6 +73,8 @@ class Operands:
         one_sided = max(fp32_steps(case.head_dim), case.head_dim / 2 / SCALE)  # half a rounding for each of d partial sums, at most
         steps = torch.where(self._one_sided(), one_sided, fp32_steps(case.head_dim))
         self.dp = self.do_norm2.sqrt() * self.v_most * fp32_steps(case.head_dim_v)
+        self.alike_p = self._alike_p()
+        self.are_queries_alike = bool((self.alike_p > NEARLY_NONE).any())
         terms = fp32_steps(max(case.seqlen_kv, case.seqlen_q * case.group))
         self.growth = 1 + rounding.ratio * (self.score * steps + terms)  # [stacks, group, seqlen_q]
 
@@ -79,6 +91,20 @@ class Operands:
         if not self.k.shape[1]:
             return torch.zeros_like(self.q_norm2, dtype=torch.bool)
         return _is_flat(self.q) & self.of_stacks(_is_flat(self.k).any(1))[:, None, None]
+
+    def _alike_p(self) -> Tensor:
+        """How far P's roundings are the same in all queries, `[stacks, 1, 1]`: 0 unless the scale is far below the usual one.
+
+        Of a score, what is the query's alone cancels in P, and what is the key's is there in all queries: P is spread over the queries by
+        the product of both one's distances from their means.
+        """
+        queries = self.q[:, : 1 if self.same_q else self.group].flatten(1, 2)  # heads that ask the same are judged as one elsewhere
+        of_queries, of_keys = _covariance(queries), self.of_stacks(_covariance(self.k))
+        return self.alike(self.scale**2 * (of_queries * of_keys).sum((-1, -2), keepdim=True))
+
+    def alike(self, variance: Tensor) -> Tensor:
+        """How far numbers of such a relative variance round alike, 0 to 1."""
+        return evenness(4 * self.rounding.unit / variance.clamp_min(1e-30).sqrt())
 
     def _largest(self, norm2: Tensor) -> Tensor:
         """The largest norm in each stack, of its keys or of its queries, `[stacks, 1, 1]`."""
@@ -167,6 +193,15 @@ def _is_flat(x: Tensor) -> Tensor:
     sizes = x.abs().float()
     mean = sizes.mean(-1)
     return sizes.square().mean(-1) - mean.square() <= (FLAT * mean).square()
+
+
+def _covariance(x: Tensor) -> Tensor:
+    """Of vectors `[stacks, n, head_dim]`, of some of them where there are many: `[stacks, head_dim, head_dim]`."""
+    some = x[:, :: max(1, x.shape[1] // SOME)].to(torch.promote_types(x.dtype, torch.float32))
+    if some.shape[1] < 2:  # no others to be alike with
+        return (torch.eye(x.shape[2], dtype=some.dtype, device=x.device) * FAR).expand(len(x), -1, -1)
+    apart = some - some.mean(1, keepdim=True)
+    return apart.mT @ apart / (some.shape[1] - 1)
 
 
 def _norm2(x: Tensor, dtype: torch.dtype) -> Tensor:
