@@ -16,12 +16,12 @@ TYPICAL_SEQLEN = 256
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def typical_cases(session: "Session", mask: str) -> Iterator[Case]:
+def typical_cases(session: "Session", kernel: str, mask: str) -> Iterator[Case]:
     """Cases that stand for a cell: a kernel that refuses all of them takes none. Sizes, dtypes, passes and head counts in turn."""
     for heads_q, heads_kv in ((2, 1), (2, 2)):
         for value in session.catalogue.mask(mask).timed(TYPICAL_SEQLEN, _shape(session, heads_q, heads_kv)):
-            for dtype in session.options.chosen("dtypes", session.machine.device):
-                for head_dim in session.options.chosen("head_dims", session.machine.device):
+            for dtype in session.taken("dtypes", kernel):
+                for head_dim in session.taken("head_dims", kernel):
                     for direction in (Direction.FWD_BWD, Direction.FWD):
                         sizes: dict[str, Any] = {"heads_q": heads_q, "heads_kv": heads_kv, "head_dim": head_dim}
                         yield Case(mask=value, dtype=dtype, direction=direction, **sizes)

@@ -89,7 +89,7 @@ def _test(session: "Session", kernel: str, mask: str, example: "Callable[[Case],
         masks=[session.catalogue.mask(mask)],
         kernel=session.catalogue.kernel(kernel),
         machine=session.machine,
-        dtypes=options.chosen("dtypes", session.machine.device),
+        dtypes=session.taken("dtypes", kernel),
         seed=options.seed,
     )
 

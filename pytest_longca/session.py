@@ -288,11 +288,19 @@ class Session:
         if missing := self.catalogue.kernel(kernel).missing():
             return missing
         refusals = []
-        for case in typical_cases(self, mask):
+        for case in typical_cases(self, kernel, mask):
             refusals.append(self.refusal(kernel, case))
             if refusals[-1] is None:
                 return None
         return refusals[0]
+
+    def taken(self, name: str, kernel: str) -> tuple[Any, ...]:
+        """The "dtypes" or "head_dims" that a kernel is judged on: what was asked for, or the preset's that it takes, or its own."""
+        wanted = tuple(self.options.chosen(name, self.machine.device))
+        declared = tuple(getattr(self.catalogue.kernel(kernel).capabilities, name))
+        if self.options.values.get(name) is not None:
+            return wanted
+        return tuple(value for value in wanted if value in declared) or tuple(sorted(declared))
 
     @property
     def world_sizes(self) -> tuple[int, ...]:

@@ -66,6 +66,7 @@ MOST_HEADS = 6
 INTERPRETED_BLOCK = 16
 PROBE_LENGTHS = tuple(range(12, 21))
 PROBE_EDGES = (64, 65, 128, 129)
+PROBE_HEAD_DIMS = (32, 64, 128)
 INTERPRETED_LENGTHS = (17, 35)
 """The lengths of the probes of a kernel in Triton's interpreter, each once."""
 
@@ -347,7 +348,8 @@ def _probe_masks(cls: MaskClass, kernel: Kernel, machine: Machine) -> Iterator[M
 def _probe_case(mask: Mask, kernel: Kernel, machine: Machine, seed: int) -> Case | None:
     """The first form of a probe case that the kernel supports: both passes before one, grouped heads before equal, fp32 before half."""
     groups = (2, 1) if is_interpreted(kernel, machine) else (3, 2, 1)
-    directions, dtypes, head_dims = (Direction.FWD_BWD, Direction.FWD), ("fp32", "bf16", "fp16"), (32, 64, 128)
+    directions, dtypes, can = (Direction.FWD_BWD, Direction.FWD), ("fp32", "bf16", "fp16"), kernel.capabilities.head_dims
+    head_dims = [dim for dim in PROBE_HEAD_DIMS if dim in can] or can[:1]
     for direction, group, dtype, head_dim in product(directions, groups, dtypes, head_dims):
         heads_kv, group = split_heads(mask.heads, group) if mask.heads > 1 else (2, group)
         case = Case(

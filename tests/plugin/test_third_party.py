@@ -199,6 +199,21 @@ def test_two_masks_of_one_name_are_a_usage_error(run: Run, pytester: pytest.Pyte
 
 
 @pytest.mark.parametrize(
+    ("conftest", "says"),
+    [
+        (MOD.format(answer="q_idx >= kv_idx").replace('"mine"', '"regular"'), "mask name 'regular' is that of a group of masks: rename it"),
+        (MOD.format(answer="q_idx >= kv_idx").replace('"mine"', '"all"'), "mask name 'all' is that of a group of masks: rename it"),
+        (RETURNS.replace('"returns"', '"all"'), "kernel name 'all' is that of a group of kernels: rename it"),
+    ],
+)
+def test_the_name_of_a_group_is_free_for_no_kernel_and_no_mask(run: Run, pytester: pytest.Pytester, conftest: str, says: str) -> None:
+    pytester.makeconftest(conftest)
+    result = run("--longca-kernels=naive", "--longca-masks=causal")
+    assert result.ret == USAGE
+    assert says in said(result)
+
+
+@pytest.mark.parametrize(
     ("case", "says"),
     [
         ("", "--longca-case"),
@@ -241,3 +256,35 @@ def test_a_folder_that_cannot_be_written_in_the_end_costs_no_result(run: Run, py
     result = run(*chosen, "--longca-isolate=off", "--longca-repro=upstream")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["returns is wrong:*", "standalone: --longca-repro: *cannot be written*"])
+
+
+NARROW = """
+from pytest_longca.kernel import AutogradCall, Capabilities
+from pytest_longca.kernels.naive import Naive
+
+class Narrow(Naive):
+    name = "narrow"
+    capabilities = Capabilities(head_dims=(96,), dtypes=frozenset({"bf16"}))
+
+    def bind(self, case, inputs):
+        function = super().bind(case, inputs).function
+        return AutogradCall(lambda q, k, v: (function(q, k, v)[0] * 1.1, function(q, k, v)[1]), inputs, case.direction.needs_backward)
+
+def pytest_longca_kernels():
+    return [Narrow()]
+"""
+
+
+@pytest.mark.parametrize("stage", ["probes", "examples"])
+def test_a_kernel_of_none_of_the_usual_dtypes_and_head_dims_is_judged_on_its_own(run: Run, pytester: pytest.Pytester, stage: str) -> None:
+    pytester.makeconftest(NARROW)
+    result = run("--longca-kernels=narrow", "--longca-masks=causal", "-k", stage, "--longca-examples=5")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*narrow is wrong*", "replay: *d96/bf16*"])
+
+
+def test_dtypes_that_were_asked_for_are_not_replaced(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(NARROW)
+    result = run("--longca-kernels=narrow", "--longca-masks=causal", "--longca-dtypes=fp32", "-k", "examples")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["narrow: unsupported: takes bf16, not fp32*"])
