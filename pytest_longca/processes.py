@@ -33,6 +33,8 @@ def settle(log: str, path: Sequence[str]) -> None:
     os.setsid()
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A daemon may not have children, and a kernel may want some: whatever it starts is in this group and ends with it.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # no public way
     _redirect(log)
     sys.path[:] = path
     choose_triton_mode()

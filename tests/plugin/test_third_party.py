@@ -288,3 +288,26 @@ def test_dtypes_that_were_asked_for_are_not_replaced(run: Run, pytester: pytest.
     result = run("--longca-kernels=narrow", "--longca-masks=causal", "--longca-dtypes=fp32", "-k", "examples")
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(["narrow: unsupported: takes bf16, not fp32*"])
+
+
+PARALLEL = """
+import multiprocessing
+from pytest_longca.kernels.naive import Naive
+
+class Parallel(Naive):
+    name = "parallel"
+
+    def bind(self, case, inputs):
+        child = multiprocessing.get_context("fork").Process(target=int)
+        child.start()
+        child.join()
+        return super().bind(case, inputs)
+
+def pytest_longca_kernels():
+    return [Parallel()]
+"""
+
+
+def test_a_kernel_may_start_processes(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(PARALLEL)
+    run("--longca-kernels=parallel", "--longca-masks=causal", "-k", "examples", "--longca-examples=3").assert_outcomes(passed=1)
