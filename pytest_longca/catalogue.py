@@ -70,6 +70,9 @@ MASK_GROUPS: dict[str, tuple[str, ...]] = {
 }
 
 
+KERNEL_GROUPS: dict[str, tuple[str, ...]] = {"all": tuple(KERNELS)}
+
+
 def load(path: str) -> Any:
     """The attribute that a "module:attribute" string names."""
     module, _, attribute = path.partition(":")
@@ -87,12 +90,13 @@ class Catalogue:
         self._masks: dict[str, type[Mask]] = {}
         self._untried: dict[str, str] = {}
         for kernel in kernels:
-            _add("kernel", kernel.name, kernel, self._kernels, KERNELS)
+            _add("kernel", kernel.name, kernel, self._kernels, KERNELS, KERNEL_GROUPS)
         for mask, place in masks:
-            _add("mask", mask.name, mask, self._masks, MASKS)
+            _add("mask", mask.name, mask, self._masks, MASKS, MASK_GROUPS)
             self._untried[mask.name] = place
         self.kernel_names = (*KERNELS, *self._kernels)
         self.mask_names = (*MASKS, *self._masks)
+        self.kernel_groups = {**KERNEL_GROUPS, "all": self.kernel_names}
         self.mask_groups = {**MASK_GROUPS, "all": self.mask_names}
 
     def kernel(self, name: str) -> "Kernel":
@@ -149,9 +153,11 @@ class _Masks(Mapping[str, "type[Mask]"]):
         return len(self._catalogue.mask_names)
 
 
-def _add(kind: str, name: str, value: Any, into: dict[str, Any], built_in: dict[str, str]) -> None:
+def _add(kind: str, name: str, value: Any, into: dict[str, Any], built_in: dict[str, str], groups: dict[str, tuple[str, ...]]) -> None:
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise InvalidArgument(f"{kind} name {name!r}: use lower-case letters, digits and underscores, starting with a letter")
+    if name in groups:
+        raise InvalidArgument(f"{kind} name {name!r} is that of a group of {kind}s: rename it")
     if name in into or name in built_in:
         raise InvalidArgument(f"two {kind}s are named {name!r}: rename one of them")
     into[name] = value

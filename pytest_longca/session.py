@@ -70,8 +70,7 @@ class Session:
 
         For mechanisms these are the block kernels among them; one that the CPU interprets takes minutes a cell, and must be asked for.
         """
-        everything = self.catalogue.kernel_names
-        wanted = _picked("kernels", "kernel", self.options.kernels, everything, {"all": everything})
+        wanted = _picked("kernels", "kernel", self.options.kernels, self.catalogue.kernel_names, self.catalogue.kernel_groups)
         if self.options.kernels is not None:
             return wanted
         return tuple(name for name in wanted if self._is_at_home(self.catalogue.kernel(name)))
