@@ -69,8 +69,8 @@ class Record:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON values; numbers that are not finite become strings."""
-        return dict(_finite(dataclasses.asdict(self)))
+        """The record as plain JSON values: numbers that are not finite are strings, and half a character in a text is a question mark."""
+        return dict(_plain(dataclasses.asdict(self)))
 
     def to_line(self) -> str:
         """One line of strict JSON (no NaN; infinities as strings), without the newline."""
@@ -82,6 +82,7 @@ class Record:
         try:
             data = json.loads(line)
             schema = data["schema"]
+            json.dumps(data, ensure_ascii=False).encode()  # half a character, which JSON can escape, could be written nowhere
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidArgument(f"not a record: {line[:80]!r} ({error}); records are written by --longca-json") from None
         if schema != SCHEMA:
@@ -89,6 +90,7 @@ class Record:
         try:
             record = cls(**data)
             _check_types(record)
+            _check_shape(record.shape)
             outcome_from_json(record.outcome)
         except (TypeError, KeyError, AttributeError) as error:
             raise InvalidArgument(f"not a record: {error}; records are written by --longca-json") from None
@@ -123,6 +125,12 @@ def _check_types(record: Record) -> None:
             raise TypeError(f"{name} is {value!r:.80}, due is {' or '.join(cls.__name__ for cls in classes)}")
 
 
+def _check_shape(shape: dict[str, Any]) -> None:
+    """Raise TypeError for a shape that lacks some sizes; one that has none is an item's without a case."""
+    if lacking := [name for name in SHAPE if shape and name not in shape]:
+        raise TypeError(f"shape lacks {', '.join(lacking)}")
+
+
 def shape_of(case: "Case") -> dict[str, Any]:
     """The sizes of a case, as a record's `shape` holds them; `blocks` says the size and density of a block mask's blocks."""
     sizes = {name: getattr(case, name) for name in SHAPE}
@@ -132,11 +140,13 @@ def shape_of(case: "Case") -> dict[str, Any]:
     return sizes
 
 
-def _finite(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_plain(item) for item in value]
     return value

@@ -1,5 +1,6 @@
 """Files of records: strict reading, whole writing, and lines that survive killed and competing writers."""
 
+import dataclasses
 import json
 import math
 import os
@@ -39,6 +40,12 @@ def test_numbers_in_a_line_are_finite_and_infinities_are_strings() -> None:
     assert json.loads(line)["verdicts"] == [{"error_over_limit": "inf"}]
 
 
+def test_half_a_character_in_a_text_is_written_as_one_that_any_file_holds() -> None:
+    record = dataclasses.replace(GOOD, reason="no file a\udc80b", facts={"path\udc80": ["\ud800"]})
+    back = Record.from_line(record.to_line())
+    assert (back.reason, back.facts) == ("no file a?b", {"path?": ["?"]})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -55,6 +62,8 @@ def test_numbers_in_a_line_are_finite_and_infinities_are_strings() -> None:
         (GOOD.to_line().replace('"world_size":1', '"world_size":"1"'), "not a record: world_size is '1'"),
         (GOOD.to_line().replace('"verdicts":[', '"verdicts":7,"device_kernels":['), "not a record: verdicts is 7"),
         ("[" * 100_000, "line 1: not a record"),
+        (GOOD.to_line().replace('"shape":{}', '"shape":{"seqlen_q":9}'), "not a record: shape lacks batch, seqlen_kv, heads_q"),
+        (GOOD.to_line().replace('"flex"', r'"flex\udc80"'), "not a record: .*surrogates not allowed"),
         (GOOD.to_line().replace('"passed"', '"splendid"') + "\n", "not a record: 'splendid'"),
     ],
 )
