@@ -346,7 +346,7 @@ def run_interleaved(one: Subject, two: Subject) -> tuple[Result, Result]:
     """Bind both, then both forwards, then both backwards: what a model does that holds two layers."""
     with kernel_errors(one.kernel.name):
         calls = [(subject, one.kernel.bind(subject.case, subject.inputs)) for subject in (one, two)]
-        fronts = [finish_forward(subject.case, call) for subject, call in calls]
+        fronts = [finish_forward(subject.case, call, subject.inputs.q) for subject, call in calls]
         results = []
         for (subject, call), (out, lse) in zip(calls, fronts, strict=True):
             results.append(as_result(call, out, lse, *finish_backward(subject.case, call, subject.inputs.do)))

@@ -124,7 +124,7 @@ class Subject:
         """Bind, forward and, where the case has one, backward. Raises DidNotRun or Malformed, nothing else."""
         with spending(KERNELS), kernel_errors(self.kernel.name) as changes:
             call = self.kernel.bind(case, inputs)
-            out, lse = finish_forward(case, call)
+            out, lse = finish_forward(case, call, inputs.q)
             grads = finish_backward(case, call, inputs.do)
             if self.machine.device == "cuda":
                 torch.cuda.synchronize()
@@ -138,7 +138,7 @@ class Subject:
         with spending(KERNELS), kernel_errors(self.kernel.name):
             call = self.kernel.bind(case, inputs)
             for backwards in (1, 2):
-                out, lse = finish_forward(case, call)
+                out, lse = finish_forward(case, call, inputs.q)
                 for _ in range(backwards):
                     grads = finish_backward(case, call, inputs.do)
             if self.machine.device == "cuda":
@@ -195,15 +195,15 @@ def _same(one: Tensor | None, two: Tensor | None) -> bool:
     return torch.equal(one, two) or bool(((one == two) | (one.isnan() & two.isnan())).all())
 
 
-def finish_forward(case: Case, call: Call) -> tuple[Tensor, Tensor | None]:
-    """The call's forward, checked for form."""
+def finish_forward(case: Case, call: Call, q: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The call's forward, checked for form, and to be where q is."""
     answer = call.forward()
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise Malformed("out", f"forward returned {_what(answer)}: it must return (out, lse or None)")
     out, lse = answer
-    _check_form("out", out, shapes(case)["do"], (TORCH_DTYPES[case.dtype],))
+    _check_form("out", out, shapes(case)["do"], (TORCH_DTYPES[case.dtype],), q.device)
     if lse is not None:
-        _check_form("lse", lse, (case.batch, case.heads_q, case.seqlen_q), (torch.float32, torch.float64))
+        _check_form("lse", lse, (case.batch, case.heads_q, case.seqlen_q), (torch.float32, torch.float64), q.device)
     return out.detach(), None if lse is None else lse.detach()
 
 
@@ -216,11 +216,11 @@ def finish_backward(case: Case, call: Call, do: Tensor) -> tuple[Tensor, Tensor,
         raise Malformed("dq", f"backward returned {_what(grads)}: it must return (dq, dk, dv)")
     expected = shapes(case)
     for name, grad in zip(GRADIENTS, grads, strict=True):
-        _check_form(name, grad, expected[name[1:]], (TORCH_DTYPES[case.dtype],))
+        _check_form(name, grad, expected[name[1:]], (TORCH_DTYPES[case.dtype],), do.device)
     return grads[0], grads[1], grads[2]
 
 
-def _check_form(name: str, value: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_form(name: str, value: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
     if not isinstance(value, Tensor):
         raise Malformed(name, f"the kernel returned {_what(value)} where a tensor of shape {list(shape)} is due")
     if tuple(value.shape) != shape:
@@ -229,8 +229,8 @@ def _check_form(name: str, value: object, shape: tuple[int, ...], dtypes: tuple[
         raise Malformed(name, f"has dtype {value.dtype}, due is {' or '.join(map(str, dtypes))}")
     if value.layout is not torch.strided:
         raise Malformed(name, f"has layout {value.layout}, due is torch.strided")
-    if value.is_meta:
-        raise Malformed(name, "is on the device meta: it holds no values")
+    if value.device != device:
+        raise Malformed(name, f"is on the device {value.device}, due is {device}, as q is")
 
 
 _AXES = {

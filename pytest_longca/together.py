@@ -128,11 +128,11 @@ def run_entangled(subject: Subject, other: Subject | None) -> tuple[list[Result]
     with spending(KERNELS), kernel_errors(subject.kernel.name):
         call = subject.kernel.bind(subject.case, subject.inputs)
         calls = [(other, other.kernel.bind(other.case, inputs)) for other, inputs in others]
-        front = finish_forward(subject.case, call)
-        fronts = [finish_forward(other.case, its_call) for other, its_call in calls]
+        front = finish_forward(subject.case, call, subject.inputs.q)
+        fronts = [finish_forward(other.case, its_call, other.inputs.q) for other, its_call in calls]
         own = [as_result(call, *front, *_backward(subject, call))]
         if not subject.is_slow:
-            front = finish_forward(subject.case, call)
+            front = finish_forward(subject.case, call, subject.inputs.q)
             _backward(subject, call)
             own.append(as_result(call, *front, *_backward(subject, call)))
         foreign = [as_result(its, *front, *_backward(other, its)) for (other, its), front in zip(calls, fronts, strict=True)]

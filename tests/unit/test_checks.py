@@ -146,7 +146,8 @@ def test_an_exception_of_megabytes_is_told_in_kilobytes() -> None:
         ),
         (lambda out, lse: (out.double(), lse), "has dtype torch.float64, due is torch.float32"),
         (lambda out, lse: (out.to_sparse(), lse), "has layout torch.sparse_coo, due is torch.strided"),
-        (lambda out, lse: (out.to("meta"), lse), "is on the device meta: it holds no values"),
+        (lambda out, lse: (out.to("meta"), lse), "out: is on the device meta, due is cpu, as q is"),
+        (lambda out, lse: (out, lse.to("meta")), "lse: is on the device meta, due is cpu, as q is"),
         (lambda out, lse: (out, lse.half()), "has dtype torch.float16, due is torch.float32 or torch.float64"),
         (lambda out, lse: (out, lse.mT), "has shape [2, 9, 4], due is [2, 4, 9] (batch, heads_q, seqlen_q)"),
     ],
@@ -162,6 +163,7 @@ def test_a_malformed_forward_is_wrong_and_says_what_is_due(forward: Callable[...
         (lambda dq, dk, dv: (dq, dk), "backward returned a tuple of 2: it must return (dq, dk, dv)"),
         (lambda dq, dk, dv: (dq, None, dv), "dk: the kernel returned None where a tensor of shape [2, 9, 2, 16] is due"),
         (lambda dq, dk, dv: (dq.to_sparse(), dk, dv), "dq: has layout torch.sparse_coo, due is torch.strided"),
+        (lambda dq, dk, dv: (dq, dk.to("meta"), dv), "dk: is on the device meta, due is cpu, as q is"),
         (lambda dq, dk, dv: (dq, dk, dv.repeat(1, 1, 2, 1)), "dv: has shape [2, 9, 4, 16], due is [2, 9, 2, 16]"),
     ],
 )
