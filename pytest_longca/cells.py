@@ -126,8 +126,7 @@ def _ledger_rows(session: "Session") -> Iterable[Any]:
 def _kernel_rows(session: "Session") -> Iterable[Any]:
     """(Kernel,), for users' tests."""
     for name in session.kernels:
-        kernel = session.catalogue.kernel(name)
-        yield pytest.param(kernel, id=name, marks=_refused(kernel.missing()))
+        yield pytest.param(session.catalogue.kernel(name), id=name, marks=_refused(session.missing(name)))
 
 
 def _mask_rows(session: "Session") -> Iterable[Any]:

@@ -1,11 +1,14 @@
 """Everything that pytest-longca raises on purpose."""
 
 import difflib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import traceback
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from pytest_longca.outcome import Outcome
+
+T = TypeVar("T")
 
 
 class LongcaError(Exception):
@@ -26,6 +29,27 @@ class DidNotRun(LongcaError):
 
 class CheckFailed(LongcaError, AssertionError):
     """A kernel's result is wrong."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, or that it cannot say it: its class may be a kernel's own."""
+    try:
+        text = str(error)
+    except Exception as failure:
+        text = f"its text raises {type(failure).__name__}"
+    return text.strip().split("\n", 1)[0]
+
+
+def asked(who: str, ask: Callable[[], T]) -> T:
+    """What a third party's code answers before anything runs. Raises InvalidArgument, with who, what and where, if it raises anything."""
+    try:
+        return ask()
+    except KeyboardInterrupt:  # the user's, who wants the run to end
+        raise
+    except BaseException as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{frame.name}, line {frame.lineno} of {frame.filename}"
+        raise InvalidArgument(f"{who} raised {type(error).__name__}: {first_line(error)} ({where})") from error
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> InvalidArgument:

@@ -18,7 +18,7 @@ import torch
 
 from pytest_longca import blocks
 from pytest_longca.case import Case, Layout, Values
-from pytest_longca.errors import InvalidArgument, unknown_name
+from pytest_longca.errors import InvalidArgument, asked, unknown_name
 from pytest_longca.kernel import Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
@@ -142,7 +142,7 @@ class Entry:
 
 def find(kernel: Kernel, case: Case, machine: Machine, outcome: Outcome, entries: Iterable[Entry] | None = None) -> Entry | None:
     """The entry that describes this outcome of this kernel on this case, or None."""
-    version = kernel.version()
+    version = asked(f"kernel {kernel.name}: version", kernel.version)
     for entry in load() if entries is None else entries:
         if entry.covers(kernel.name, version, machine, case.mask.name) and entry.describes(outcome) and entry.concerns(case):
             return entry
@@ -151,7 +151,7 @@ def find(kernel: Kernel, case: Case, machine: Machine, outcome: Outcome, entries
 
 def due(kernel: Kernel, machine: Machine, entries: Iterable[Entry] | None = None) -> list[Entry]:
     """The entries about this kernel as it is installed here: the ones whose smallest case a run must try again."""
-    version = kernel.version()
+    version = asked(f"kernel {kernel.name}: version", kernel.version)
     mine = [entry for entry in (load() if entries is None else entries) if entry.kernel == kernel.name]
     return [entry for entry in mine if entry.covers(kernel.name, version, machine, entry.mask)]
 

@@ -11,7 +11,7 @@ import pytest
 
 from pytest_longca import hookspecs
 from pytest_longca.collector import Collector
-from pytest_longca.errors import LongcaError, unknown_name
+from pytest_longca.errors import InvalidArgument, LongcaError, unknown_name
 from pytest_longca.launched import Silence, interrupted_by_sigterm, is_silent, muted
 from pytest_longca.options import OPTIONS, Option, Options, parse
 
@@ -225,13 +225,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     from pytest_longca.cells import parametrize
 
+    # pytest takes no usage error here: it would be one of this module
     try:
         session = session_of(metafunc.config)
     except pytest.UsageError as error:  # options of an ini file, which are looked at when a test asks for them
-        metafunc.config.stash[MISTAKE_KEY] = str(error)  # pytest takes no usage error here: it would be one of this module
+        metafunc.config.stash[MISTAKE_KEY] = str(error)
         return
-    if wanted:
-        parametrize(metafunc, wanted, session)
+    try:
+        if wanted:
+            parametrize(metafunc, wanted, session)
+    except InvalidArgument as error:  # what a kernel declares, which is asked for here
+        metafunc.config.stash[MISTAKE_KEY] = str(error)
 
 
 def _tell_mistake(config: pytest.Config, mistake: str, items: list[pytest.Item]) -> None:
@@ -327,6 +331,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     config._do_configure()
     try:
         print(listing(session_of(config)))
+    except InvalidArgument as error:
+        raise pytest.UsageError(str(error)) from None
     finally:
         config._ensure_unconfigure()
     return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_longca.budget import Budget
 from pytest_longca.catalogue import Catalogue
-from pytest_longca.errors import DidNotRun, InvalidArgument
+from pytest_longca.errors import DidNotRun, InvalidArgument, asked
 from pytest_longca.launched import agreement, launched_size
 from pytest_longca.machine import Machine
 from pytest_longca.options import Options, select
@@ -75,8 +75,12 @@ class Session:
             return wanted
         return tuple(name for name in wanted if self._is_at_home(self.catalogue.kernel(name)))
 
+    def missing(self, kernel: str) -> NotInstalled | None:
+        """What the kernel needs and is not installed, or None. Raises InvalidArgument, naming the kernel, if it raises."""
+        return asked(f"kernel {kernel}: missing", self.catalogue.kernel(kernel).missing)
+
     def _is_at_home(self, kernel: "Kernel") -> bool:
-        if kernel.missing() is not None:
+        if self.missing(kernel.name) is not None:
             return False
         if not self.mechanisms:
             return self.machine.device in kernel.capabilities.devices
@@ -276,15 +280,15 @@ class Session:
         return self._verified[key]
 
     def refusal(self, kernel: str, case: "Case") -> NotInstalled | Unsupported | None:
-        """Why the kernel cannot run the case here, before anything runs."""
-        candidate = self.catalogue.kernel(kernel)
-        return candidate.missing() or candidate.supports(case, self.machine)
+        """Why the kernel cannot run the case here, before anything runs. Raises InvalidArgument, naming the kernel, if it raises."""
+        supports = self.catalogue.kernel(kernel).supports
+        return self.missing(kernel) or asked(f"kernel {kernel}: supports", lambda: supports(case, self.machine))
 
     def cell_refusal(self, kernel: str, mask: str) -> Outcome | None:
         """Why the kernel takes no case of that mask at all on this machine, or None."""
         from pytest_longca.cells import typical_cases
 
-        if missing := self.catalogue.kernel(kernel).missing():
+        if missing := self.missing(kernel):
             return missing
         refusals = []
         for case in typical_cases(self, kernel, mask):

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pytest_longca.catalogue import Catalogue
-from pytest_longca.errors import InvalidArgument
+from pytest_longca.errors import InvalidArgument, asked
 
 if TYPE_CHECKING:
     from pytest_longca.parallel.mechanisms import Mechanism
@@ -98,10 +98,13 @@ def _catalogue(implementations: Iterable[tuple[str, Any, str]]) -> Catalogue:
 
 
 def _checked_kernel(kernel: Any, place: str) -> Any:
-    from pytest_longca.kernel import Kernel
+    from pytest_longca.kernel import Capabilities, Kernel
 
     if not isinstance(kernel, Kernel):
         raise InvalidArgument(f"{place} returned {kernel!r}: return instances of pytest_longca.kernel.Kernel, such as [MyKernel()]")
+    if not isinstance(kernel.capabilities, Capabilities):
+        what = f"{place}: kernel {kernel.name!r} has capabilities {kernel.capabilities!r}"
+        raise InvalidArgument(f"{what}: give it an instance of pytest_longca.kernel.Capabilities")
     return kernel
 
 
@@ -117,13 +120,10 @@ def _ask(hook: str, plugin: Any, path: str) -> list[Any]:
     function = getattr(plugin, hook, None)
     if function is None:
         return []
-    try:
-        found = function()
-    except Exception as error:
-        raise InvalidArgument(f"{hook} in {path} raised {type(error).__name__}: {error}") from error
+    found = asked(f"{hook} in {path}", function)
     if not isinstance(found, Iterable):
         raise InvalidArgument(f"{hook} in {path} returned {found!r}: return a list, of one as of many")
-    return list(found)
+    return asked(f"{hook} in {path}", lambda: list(found))
 
 
 def _import(source: Source) -> ModuleType:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pytest_longca import truth
 from pytest_longca.case import Case
-from pytest_longca.errors import CheckFailed, DidNotRun
+from pytest_longca.errors import CheckFailed, DidNotRun, first_line
 from pytest_longca.inputs import TORCH_DTYPES, Inputs, make_inputs, shapes
 from pytest_longca.judge import Result, Verdict
 from pytest_longca.kernel import SUMS_IN_DTYPE, Call, Kernel
@@ -272,19 +272,11 @@ def kernel_errors(kernel: str) -> Iterator[Changes]:
 
 
 def _outcome_of(kernel: str, error: BaseException) -> Outcome:
-    first_line = shortened(_text_of(error).strip().split("\n", 1)[0])
+    said = shortened(first_line(error))
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or _is_host_out_of_memory(error):
-        return OutOfMemory(first_line or type(error).__name__)
+        return OutOfMemory(said or type(error).__name__)
     frames = shortened("".join(traceback.format_exception(error, limit=-4)))
-    return Crashed(f"{kernel} raised {type(error).__name__}: {first_line}", frames)
-
-
-def _text_of(error: BaseException) -> str:
-    """What the exception says, or that it cannot: its class is the kernel's."""
-    try:
-        return str(error)
-    except Exception as failure:
-        return f"its text raises {type(failure).__name__}"
+    return Crashed(f"{kernel} raised {type(error).__name__}: {said}", frames)
 
 
 def _is_host_out_of_memory(error: BaseException) -> bool:

@@ -55,7 +55,7 @@ def refusal(session: "Session", kernel: str, mask: str, sharing: Sharing) -> Out
         return Unsupported(f"{kernel} offers no block_forward and block_backward; {', '.join(others)} do")
     if Form.ROW_INTERVALS not in session.catalogue.mask(mask).forms:
         return Unsupported(f"context parallel takes {Form.ROW_INTERVALS}, and {mask} has no such form")
-    if missing := session.catalogue.kernel(kernel).missing():
+    if missing := session.missing(kernel):
         return missing
     capabilities = find_block_kernel(kernel, session.catalogue).capabilities
     try:

@@ -198,6 +198,56 @@ def test_two_masks_of_one_name_are_a_usage_error(run: Run, pytester: pytest.Pyte
     assert "two masks are named 'causal': rename one of them" in said(result)
 
 
+def declaring(line: str) -> str:
+    return RETURNS.format(answer="function(q, k, v)").replace('name = "returns"', f'name = "returns"\n    {line}')
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("def missing(self): raise KeyError(7)", "kernel returns: missing raised KeyError: 7 (missing, line 6 of {path})"),
+        ("def version(self): 1 / 0", "kernel returns: version raised ZeroDivisionError: division by zero (version, line 6 of {path})"),
+        ("def supports(self, *_): raise SystemExit(3)", "kernel returns: supports raised SystemExit: 3 (supports, line 6 of {path})"),
+        (
+            "def also_refuses(self, *_): 1 / 0",
+            "kernel returns: supports raised ZeroDivisionError: division by zero (also_refuses, line 6 of",
+        ),
+        ("capabilities = None", "{path}: kernel 'returns' has capabilities None: give it an instance of pytest_longca.kernel.Capabilities"),
+    ],
+)
+def test_a_declaration_that_raises_is_a_usage_error_that_names_it(run: Run, pytester: pytest.Pytester, line: str, says: str) -> None:
+    path = pytester.makeconftest(declaring(line))
+    result = run("--longca-kernels=naive,returns", "--longca-masks=causal", "--longca-isolate=off")
+    assert result.ret == USAGE
+    assert says.format(path=path) in said(result) and "Traceback" not in said(result)
+
+
+@pytest.mark.parametrize("chosen", ["--longca-list", "-n1"])
+def test_a_declaration_that_raises_is_named_by_a_list_and_under_xdist_too(run: Run, pytester: pytest.Pytester, chosen: str) -> None:
+    pytester.makeconftest(declaring("def also_refuses(self, *_): 1 / 0"))
+    result = run("--longca-kernels=naive,returns", "--longca-masks=causal", "--longca-isolate=off", chosen)
+    assert result.ret == USAGE
+    assert "kernel returns: supports raised ZeroDivisionError" in said(result) and "Traceback" not in said(result)
+
+
+@pytest.mark.parametrize(
+    ("hook", "says"),
+    [
+        (
+            "def pytest_longca_kernels(): raise SystemExit('no\\nGPU')",
+            "pytest_longca_kernels in {path} raised SystemExit: no (pytest_longca",
+        ),
+        ("def pytest_longca_masks(): yield 1 / 0", "pytest_longca_masks in {path} raised ZeroDivisionError: division by zero"),
+        ("import pytest\ndef pytest_longca_masks(): pytest.skip('today')", "pytest_longca_masks in {path} raised Skipped: today"),
+    ],
+)
+def test_whatever_a_hook_raises_is_a_usage_error_that_names_its_file(run: Run, pytester: pytest.Pytester, hook: str, says: str) -> None:
+    path = pytester.makeconftest(hook)
+    result = run("--longca-kernels=naive", "--longca-masks=causal")
+    assert result.ret == USAGE
+    assert says.format(path=path) in said(result) and "Traceback" not in said(result)
+
+
 @pytest.mark.parametrize(
     ("conftest", "says"),
     [
