@@ -191,6 +191,10 @@ def _gradient_accumulated() -> Bind:
     return wrong_grad("dq", change)
 
 
+def _scale_clipped(inner: Kernel, case: Case, inputs: Inputs) -> Call:
+    return inner.bind(replace(case, scale=min(case.scale, 1.0)), inputs)
+
+
 def _scaled_in_place(inner: Kernel, case: Case, inputs: Inputs) -> Call:
     """q is scaled where it lies and scaled back, which half precision does not undo."""
     call = inner.bind(case, inputs)
@@ -341,6 +345,7 @@ ROWS: list[tuple[str, str, str, str, Bind | Fresh]] = [
     ("scale", "dk_scaled_twice", "causal", "dk is multiplied by the scale twice", wrong_grad("dk", lambda case, x: x * case.scale)),
     ("scale", "dk_unscaled", "full", "dk is not multiplied by the scale", wrong_grad("dk", lambda case, x: x / case.scale)),
     ("scale", "custom_scale_ignored", "full", "a scale other than head_dim ** -0.5 is ignored", _custom_scale_ignored),
+    ("scale", "scale_clipped", "full", "a scale above 1 is taken for 1", _scale_clipped),
     ("lse", "lse_base_2", "full", "lse is in base 2", _lse(lambda case, inputs, lse: lse / torch.log(torch.tensor(2.0)).to(lse))),
     ("lse", "lse_negative", "causal", "lse has the other sign", _lse(lambda case, inputs, lse: -lse)),
     ("lse", "lse_rounded", "full", "lse is rounded to bf16", _lse(lambda case, inputs, lse: lse.bfloat16().float())),

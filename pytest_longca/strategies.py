@@ -50,8 +50,8 @@ AS_HEAD_DIM = 0
 """A head_dim_v that is head_dim, as a Case takes it."""
 HEAD_DIMS = (16, 24, 32, 40, 56, 64, 72, 96, 128, 192, 256)
 """Even and odd multiples of 8."""
-SCALES = (0.0, 0.0, 0.37, 1.0)
-"""The usual scale, mostly (0 is head_dim ** -0.5), one that no kernel has built in, and none."""
+SCALES = (0.0, 0.0, 0.37, 1.0, 1.7)
+"""The usual scale, mostly (0 is head_dim ** -0.5), one that no kernel has built in, none, and one above 1."""
 SCORES = 100_000
 """How many scores (batch * heads_q * seqlen_q * seqlen_kv) an example holds: a few milliseconds for naive on one core."""
 LONG_SCORES = 300_000

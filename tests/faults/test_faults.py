@@ -72,6 +72,7 @@ EXPECTED = {
     "dk_scaled_twice": ("support", "times what is due, which is the scale"),
     "dk_unscaled": ("support", "times what is due, which is 1 / the scale"),
     "custom_scale_ignored": ("truth", "looks like scale 1/sqrt(head_dim), not"),
+    "scale_clipped": ("truth", "out: batch "),
     "lse_base_2": ("count", "(this is log2: the lse is in base 2)"),
     "lse_negative": ("count", "is -0.693147 at batch 0, head 0, query 1, which sees 2 keys with score 0: log 2 = 0.693147 is due"),
     "lse_rounded": ("", "lse"),
@@ -142,6 +143,7 @@ EXPECTED = {
 DRAWN = frozenset(
     {
         "custom_scale_ignored",
+        "scale_clipped",
         "padding_overflows",
         "mask_cached_by_shape",
         "backward_of_latest",

@@ -104,6 +104,7 @@ def test_every_awkward_thing_is_drawn() -> None:
         "32 query heads": lambda case: case.heads_q == 32,
         "a large head_dim": lambda case: case.head_dim == 256,
         "no scale": lambda case: case.scale == 1.0,
+        "a scale above 1": lambda case: case.scale > 1,
         "group 7": lambda case: case.group == 7,
         "group unequal heads_kv": lambda case: case.group == 3 and case.heads_kv == 2,
         "odd multiple of 8": lambda case: case.head_dim % 16 == 8,
