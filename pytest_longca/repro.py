@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pytest_longca import repro_text
 from pytest_longca.case import Case
-from pytest_longca.errors import InvalidArgument
+from pytest_longca.errors import InvalidArgument, asked
 from pytest_longca.kernel import Kernel
 from pytest_longca.repro_mask import mask_text
 from pytest_longca.repro_operands import operands_text
@@ -72,10 +72,8 @@ def _call_of(kernel: Kernel, case: Case, facts: Mapping[str, str]) -> str | None
     snippet_of, bind_of = (next(cls for cls in type(kernel).__mro__ if name in vars(cls)) for name in ("snippet", "bind"))
     if not issubclass(snippet_of, bind_of):
         return None
-    try:
-        return kernel.snippet(case, facts)
-    except Exception as error:  # somebody's code, and the failure that it is about must still be told
-        raise InvalidArgument(f"--longca-repro: the snippet of {kernel.name} raised {type(error).__name__}: {error}") from error
+    # Somebody's code: that it raises is told beside the failure that it is about.
+    return asked(f"--longca-repro: the snippet of {kernel.name}", lambda: kernel.snippet(case, facts))
 
 
 def is_without_call(path: Path) -> bool:

@@ -300,9 +300,9 @@ class Session:
     def taken(self, name: str, kernel: str) -> tuple[Any, ...]:
         """The "dtypes" or "head_dims" that a kernel is judged on: what was asked for, or the preset's that it takes, or its own."""
         wanted = tuple(self.options.chosen(name, self.machine.device))
-        declared = tuple(getattr(self.catalogue.kernel(kernel).capabilities, name))
         if self.options.values.get(name) is not None:
             return wanted
+        declared = getattr(self.catalogue.kernel(kernel).capabilities, name)
         return tuple(value for value in wanted if value in declared) or tuple(sorted(declared))
 
     @property

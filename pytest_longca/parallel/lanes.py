@@ -87,15 +87,15 @@ def _streams(device: torch.device) -> "tuple[torch.cuda.Stream, ...]":
     return tuple(torch.cuda.Stream(device, priority=priority) for priority in (-2, -1, -1, 0))
 
 
-def ahead(launched: Iterable[Finish[T]], by: int = 2) -> Iterator[T]:
-    """The results of an iterable that launches as it goes, in order: each is waited for when the next `by` have been launched.
+def ahead(launched: Iterable[Finish[T]]) -> Iterator[T]:
+    """The results of an iterable that launches as it goes, in order: each is waited for when the next two have been launched.
 
-    By one, and the last small kernels of one group, which wait beside the next group's large one, would hold up the launch of the third.
+    After one, the last small kernels of one group, which wait beside the next group's large one, would hold up the launch of the third.
     """
     waiting: deque[Finish[T]] = deque()
     for finish in launched:
         waiting.append(finish)
-        if len(waiting) > by:
+        if len(waiting) > 2:
             yield waiting.popleft()()
     while waiting:
         yield waiting.popleft()()
