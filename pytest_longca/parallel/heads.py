@@ -57,7 +57,7 @@ class HeadExchange:
             packed = tensors[0].new_empty(*shares[0].shape[:2], sum(share.shape[2] * share.shape[3] for share in shares))
             for others in channel.others:
                 _pack(packed[others], [share[others] for share in shares])
-            received = channel.landing(packed[channel.rank], sum(self.lengths))
+            received = channel.landing(packed[channel.rank - 1], sum(self.lengths))  # another rank's part: this one's own is not packed
             found.append((received, shares))
             messages.append((packed.unbind(), received.split(list(self.lengths))))
         return [(*group, wait) for group, wait in zip(found, channel.all_to_all(messages), strict=True)]

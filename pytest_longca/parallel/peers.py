@@ -8,7 +8,8 @@ import importlib
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,29 @@ def measure_peer(peer: Peer, world: World, case: Case, effort: Effort) -> Measur
     num_tokens = case.seqlen_q // world.size
     shared = share_inputs(case, num_tokens, world)
     q, k, v = (x.detach()[None].requires_grad_() for x in shared[:3])
-    return _measure(world, effort, peer.bind(case, world), q, k, v, shared[3][None])
+    with contextlib.nullcontext() if world.is_connected else own_data_received():
+        return _measure(world, effort, peer.bind(case, world), q, k, v, shared[3][None])
+
+
+@contextlib.contextmanager
+def own_data_received() -> Iterator[None]:
+    """In a process group that sends nothing a rank receives a copy of what it sends.
+
+    Otherwise the peers would compute on memory that was never written, which takes less power than data does, so that they would be faster
+    than the kernel alone. The copies are within 0.1 % of the kernels that work on them at 32K tokens a rank.
+    """
+
+    def exchange(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
+        sent, received = ([x.tensor for x in operations if x.op is op] for op in (dist.isend, dist.irecv))
+        for to, data in zip(received, sent, strict=True):
+            to.copy_(data)
+        return []
+
+    def all_to_all(output: Tensor, data: Tensor, **options: Any) -> None:
+        output.copy_(data.view_as(output))
+
+    with unittest.mock.patch.multiple(dist, batch_isend_irecv=exchange, all_to_all_single=all_to_all):
+        yield
 
 
 def measure_torch(world: World, case: Case, effort: Effort) -> Measured:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pytest_longca.case import Case
 from pytest_longca.catalogue import MASKS, load
 from pytest_longca.parallel import model
 from pytest_longca.parallel.bench import main
+from pytest_longca.parallel.kernel import find_block_kernel
 from pytest_longca.parallel.links import Link, fit
 from pytest_longca.parallel.mechanisms import MECHANISMS, Heads, Mesh
 from pytest_longca.parallel.model import (
@@ -29,7 +31,10 @@ from pytest_longca.parallel.model import (
     predict_ms,
     rates_alone,
 )
-from pytest_longca.parallel.setup import Sharing, head_groups
+from pytest_longca.parallel.peers import own_data_received
+from pytest_longca.parallel.setup import Sharing, bind, head_groups
+from pytest_longca.parallel.timing import share_inputs
+from pytest_longca.parallel.world import World
 from pytest_longca.report.record import Record
 
 SMALL = (
@@ -76,6 +81,42 @@ def test_simulated_world_measures_every_mechanism_and_layout(tmp_path: Path) -> 
     first = json.loads(path.read_text().splitlines()[0])
     assert first["schema"] == 1 and len(first["facts"]["date"].split("-")) == 3
     assert first["command"].startswith("python -m pytest_longca.parallel.bench --kernels=naive --tokens=16")
+
+
+@pytest.fixture
+def memory_of_nan() -> Iterator[None]:
+    """Memory that is allocated and not written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("memory_of_nan")
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_simulated_rank_computes_on_data(mechanism: str) -> None:
+    """Attention over memory that was never written takes less power, and was 8 to 18 % faster than over data."""
+    case = Case(mask=load(MASKS["causal"]).default(256), heads_q=16, heads_kv=8, head_dim=8, dtype="fp32")
+    sharing = Sharing(mechanism, 8)
+    world = World(3, 8, is_connected=False)
+    bound = bind(case, sharing, world, find_block_kernel("naive"))
+    q, k, v, do = share_inputs(case, 32, world)
+    out, _ = bound(q, k, v)
+    assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out, (q, k, v), do)))
+
+
+def test_peer_in_a_world_that_sends_nothing_receives_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    sent, received, gathered = torch.randn(4), torch.full((4,), torch.nan), torch.full((2, 2), torch.nan)
+    try:
+        with own_data_received():
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, 1), dist.P2POp(dist.irecv, received, 1)]):
+                work.wait()
+            dist.all_to_all_single(gathered, sent.view(2, 2))
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(received, sent) and torch.equal(gathered.flatten(), sent)
 
 
 def test_mechanism_that_cannot_share_the_heads_says_why_and_the_others_run(tmp_path: Path) -> None:
