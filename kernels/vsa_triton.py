@@ -31,8 +31,8 @@ class Config:
     """How one kernel is launched.
 
     `tma` reads the other side's full tiles through tensor descriptors where strides allow it; `in_registers` (not for dk and dv,
-    which need theirs for sums) keeps the program's own operands in registers instead of shared memory. `early` (dk and dv only) multiplies
-    v do^T before the exponentials, not after them. `max_registers` a thread lets one more program live on a multiprocessor.
+    which need theirs for sums) keeps the program's own operands in registers instead of shared memory. `max_registers` a thread lets
+    one more program live on a multiprocessor.
     """
 
     block_m: int
@@ -42,7 +42,6 @@ class Config:
     tma: bool = False
     in_registers: bool = False
     max_registers: int | None = None
-    early: bool = False
 
     def keeps_in_registers(self, head_dim: int) -> bool:
         """Whether the own operands of this padded head dim are kept in registers.

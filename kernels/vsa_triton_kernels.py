@@ -275,7 +275,7 @@ def _gather_dkdv(
     dk_acc, dv_acc, k_tile, v_tile, exists, q, do, lse, delta, start, stop, part, begin, end, batch, heads_q, head_kv, group, seqlen_q,
     scale_log2, q_sb, q_ss, q_sh, do_sb, do_ss, do_sh, D, DV, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
     FULL_OWN: tl.constexpr, FULL: tl.constexpr, ALIGNED: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr,
-    GROUPED: tl.constexpr, EARLY: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Add dS^T q and P^T do over the list's entries begin to end. ALIGNED: every tile starts at a multiple of BLOCK_M."""
     other = tl.arange(0, BLOCK_M)
@@ -299,18 +299,13 @@ def _gather_dkdv(
             delta_row = tl.load(delta + row, mask=other < n, other=0.0)
         q_tile = _read(q, batch, head, i, q_sb, q_ss, q_sh, n, D, other, dims, FULL, PAD_D, TMA)
         s = tl.dot(k_tile, tl.trans(q_tile))  # [BLOCK_N, BLOCK_M]
-        if EARLY:
-            do_tile = _read(do, batch, head, i, do_sb, do_ss, do_sh, n, DV, other, dims_v, FULL, PAD_V, TMA)
-            dp = tl.dot(v_tile, tl.trans(do_tile))
         if not FULL_OWN:
             # Keys behind the tile's end are zeros here: their scores of 0 may be far above lse, and inf * 0 is no 0.
             s = tl.where(exists[:, None], s, -float("inf"))
         p = tl.exp2(s * scale_log2 - lse_log2[None, :])
-        if not EARLY:
-            do_tile = _read(do, batch, head, i, do_sb, do_ss, do_sh, n, DV, other, dims_v, FULL, PAD_V, TMA)
+        do_tile = _read(do, batch, head, i, do_sb, do_ss, do_sh, n, DV, other, dims_v, FULL, PAD_V, TMA)
         dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc)
-        if not EARLY:
-            dp = tl.dot(v_tile, tl.trans(do_tile))
+        dp = tl.dot(v_tile, tl.trans(do_tile))
         ds = p * (dp - delta_row[None, :])
         dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc)
         i, n, head = next_i, next_n, next_head
@@ -325,12 +320,8 @@ def vsa_triton_dkdv(
     q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, do_sb, do_ss, do_sh, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
     D, DV, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FULL_OWN: tl.constexpr, FULL_OTHER: tl.constexpr, PAD_D: tl.constexpr, PAD_V: tl.constexpr, TMA: tl.constexpr, GROUPED: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BLOCK_N keys, summed over all query heads of the group: the list holds them one after the other, `part` says which.
-
-    EARLY: v do^T is multiplied before the exponentials, so that dS is computed while P^T do runs; it keeps one more tile in registers.
-    """
+    """dk and dv of BLOCK_N keys, summed over all query heads of the group: the list holds them one after the other, `part` says which."""
     batch = tl.program_id(1) // heads_kv
     head_kv = tl.program_id(1) % heads_kv
     map_head = head_kv * map_stride
@@ -353,13 +344,13 @@ def vsa_triton_dkdv(
     dk_acc, dv_acc = _gather_dkdv(
         dk_acc, dv_acc, k_tile, v_tile, own < num, q_tiles, do_tiles, lse, delta, start, stop, part, 0, full, batch, heads_q, head_kv,
         group, seqlen_q, scale_log2, q_sb, q_ss, q_sh, do_sb, do_ss, do_sh, D, DV, HEAD_DIM, HEAD_DIM_V, BLOCK_M,
-        FULL_OWN, True, FULL_OTHER, PAD_D, PAD_V, TMA, GROUPED, EARLY,
+        FULL_OWN, True, FULL_OTHER, PAD_D, PAD_V, TMA, GROUPED,
     )  # fmt: skip
     if not FULL_OTHER:
         dk_acc, dv_acc = _gather_dkdv(
             dk_acc, dv_acc, k_tile, v_tile, own < num, q, do, lse, delta, start, stop, part, full, length, batch, heads_q, head_kv, group,
             seqlen_q, scale_log2, q_sb, q_ss, q_sh, do_sb, do_ss, do_sh, D, DV, HEAD_DIM, HEAD_DIM_V, BLOCK_M,
-            FULL_OWN, False, False, PAD_D, PAD_V, False, GROUPED, EARLY,
+            FULL_OWN, False, False, PAD_D, PAD_V, False, GROUPED,
         )  # fmt: skip
 
     pointer = dk + batch.to(tl.int64) * dk_sb + head_kv.to(tl.int64) * dk_sh + first.to(tl.int64) * dk_ss

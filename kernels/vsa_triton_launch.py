@@ -82,7 +82,6 @@ def launch_backward(
     for_strides(vsa_triton_dkdv, strides)[side.num_tiles, batch * heads_kv](
         q, k, v, *readers, lse, do, delta, dk, dv, *_side(side, side.lists.part), heads_kv, *sizes,
         *strides, **_shapes(q, v, side, config, widths), TMA=tma, GROUPED=side.lists.part is not None,
-        EARLY=config.early,
     )  # fmt: skip
     return dq, dk, dv
 

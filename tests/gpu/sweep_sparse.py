@@ -34,10 +34,7 @@ CANDIDATES: dict[int, dict[str, list[Config]]] = {
             Config(64, 64, 4, 3, True),
         ],
         "dq": [Config(64, 64, 4, 3, **OWN), Config(64, 64, 4, 2, **OWN), Config(64, 64, 4, 2, True, max_registers=168)],
-        "dkdv": [
-            Config(64, 64, 4, 2, True), Config(64, 64, 4, 2, True, early=True), Config(32, 64, 4, 3, True),
-            Config(32, 64, 4, 3, True, early=True), Config(32, 64, 4, 4, True, early=True),
-        ],
+        "dkdv": [Config(64, 64, 4, 2, True), Config(32, 64, 4, 3, True)],
     },
     128: {
         "forward": [
@@ -48,10 +45,7 @@ CANDIDATES: dict[int, dict[str, list[Config]]] = {
             Config(128, 32, 8, 2, True, max_registers=128), Config(128, 32, 4, 2, True), Config(128, 32, 4, 3, True),
             Config(64, 64, 4, 3, **OWN), Config(64, 64, 4, 2, True, max_registers=168),
         ],
-        "dkdv": [
-            Config(64, 64, 4, 2, True), Config(64, 64, 4, 2, True, early=True), Config(64, 128, 8, 2, True, early=True),
-            Config(32, 64, 4, 3, True), Config(32, 64, 4, 3, True, early=True),
-        ],
+        "dkdv": [Config(64, 64, 4, 2, True), Config(32, 64, 4, 3, True)],
     },
     1: {
         "forward": [
@@ -62,10 +56,7 @@ CANDIDATES: dict[int, dict[str, list[Config]]] = {
             Config(64, 64, 4, 2, True), Config(64, 32, 4, 3, True), Config(64, 64, 4, 3, **OWN), Config(64, 64, 4, 2),
             Config(128, 64, 8, 2, True),
         ],
-        "dkdv": [
-            Config(32, 64, 4, 3, True), Config(32, 64, 4, 3, True, early=True), Config(64, 64, 4, 2, True), Config(32, 64, 4, 3),
-            Config(32, 64, 4, 2, True),
-        ],
+        "dkdv": [Config(32, 64, 4, 3, True), Config(64, 64, 4, 2, True), Config(32, 64, 4, 3), Config(32, 64, 4, 2, True)],
     },
 }  # fmt: skip
 """What compiles for an H200 with few spills, the likeliest first. At 500 TFLOP/s tiles of 64 x 64 read 4 TB/s from L2 forward and nearly 6
@@ -135,7 +126,7 @@ def sweep(sizes: list[int], parts: list[str], machine: Machine, deadline: float)
 
 
 def short(config: Config) -> str:
-    flags = "".join(f" {word}" for word, on in (("tma", config.tma), ("reg", config.in_registers), ("early", config.early)) if on)
+    flags = "".join(f" {word}" for word, on in (("tma", config.tma), ("reg", config.in_registers)) if on)
     return f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages}{flags} r{config.max_registers or 'any'}"
 
 

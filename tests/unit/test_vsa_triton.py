@@ -1,5 +1,7 @@
 """Block-sparse attention in Triton's interpreter, against the reference and against a dense float64 computation of its own."""
 
+import dataclasses
+
 import pytest
 import torch
 import triton
@@ -22,7 +24,7 @@ from pytest_longca.outcome import Passed
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="Triton was imported for a GPU, not for its interpreter")
 
 KERNEL = VsaTriton()
-ON_GPU = Configs(*[Config(32, 32, tma=True, in_registers=True, early=True)] * 3)
+ON_GPU = Configs(*[Config(32, 32, tma=True, in_registers=True)] * 3)
 """The paths that only a GPU's configurations take, in the interpreter's tiles."""
 
 ROUTES = ExplicitMap.of(
@@ -224,6 +226,12 @@ def test_long_lists_are_started_first() -> None:
 def test_the_launch_table_goes_by_what_divides_every_block(size: int, row: int) -> None:
     assert vsa_triton.choose_configs((size,) * 2, (size,) * 3) is CONFIGS[row]
     assert vsa_triton.choose_configs((size, 1), (size,)) is CONFIGS[1]
+
+
+def test_the_launch_table_uses_every_switch_of_a_configuration() -> None:
+    table = [config for configs in CONFIGS.values() for config in (configs.forward, configs.dq, configs.dkdv)]
+    switches = [field for field in dataclasses.fields(Config) if field.default is not dataclasses.MISSING]
+    assert [field.name for field in switches if all(getattr(config, field.name) == field.default for config in table)] == []
 
 
 MASK = UniformBlock(128, 128, 64, BlockMap())

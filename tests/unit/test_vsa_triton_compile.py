@@ -35,7 +35,7 @@ def made_of(kernel: Any, config: Any, full: bool, grouped: bool, widths: tuple[i
     tma = config.tma and not padded
     constants: dict[str, Any] = {
         "HEAD_DIM": widths[0], "HEAD_DIM_V": widths[1], "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-        "FULL_OWN": full, "FULL_OTHER": full, "PAD_D": padded, "PAD_V": padded, "TMA": tma, "GROUPED": grouped, "EARLY": config.early,
+        "FULL_OWN": full, "FULL_OTHER": full, "PAD_D": padded, "PAD_V": padded, "TMA": tma, "GROUPED": grouped,
         "IN_REGISTERS": all(config.keeps_in_registers(width) for width in widths),
     }  # fmt: skip
     constants |= ({"stop": None, "num_full": None} if full else {}) | ({} if grouped else {"part": None})
