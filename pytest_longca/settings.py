@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,12 +26,18 @@ def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
+# torch only sets it. It is the thread's and holds for Python's numbers too.
+def _flushes_denormals() -> bool:
+    return sys.float_info.min / 2 == 0.0
+
+
 SETTINGS: dict[str, tuple[Get, Set]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (torch.get_default_device, _set_default_device),
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "number of threads": (torch.get_num_threads, torch.set_num_threads),
     "deterministic debug mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "flushing of denormals": (_flushes_denormals, torch.set_flush_denormal),
     "backends.fp32_precision": _attribute(torch.backends, "fp32_precision"),
     "cudnn.fp32_precision": _attribute(_CUDNN, "fp32_precision"),
     "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -49,6 +56,7 @@ SETTINGS: dict[str, tuple[Get, Set]] = {
 }
 """How each is read and written."""
 CHOICES = frozenset(name for name in SETTINGS if "precision" in name or name.startswith("cudnn.") or name.endswith(" SDP"))
+CHOICES |= {"flushing of denormals"}  # which one that was linked with -ffast-math turns on, unasked, as it is loaded
 """What a library may choose for its own good when it is imported: put back like all others, and no fault unless a later call changes it."""
 UNREADABLE = "unreadable"
 """What stands for a setting that cannot be read: one that this torch does not have or has mixed up, a directory that is gone."""

@@ -28,6 +28,7 @@ def values() -> dict[str, object]:
         (lambda: torch.set_grad_enabled(False), "grad mode False (it was True)"),
         (lambda: torch.set_num_threads(torch.get_num_threads() + 1), "number of threads "),
         (lambda: torch.use_deterministic_algorithms(True, warn_only=True), "deterministic debug mode 1 (it was 0)"),
+        (lambda: torch.set_flush_denormal(True), "flushing of denormals True (it was False)"),
         (lambda: torch.set_float32_matmul_precision("medium"), "float32 matmul precision medium (it was highest)"),
         (lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True), "float32 matmul precision high (it was highest)"),
         (lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"), "cuda.matmul.fp32_precision tf32 (it was none)"),
@@ -63,13 +64,15 @@ def test_nothing_is_told_where_nothing_stays_changed() -> None:
     assert not changes.settings and not changes.generators
 
 
-def test_what_a_library_chooses_at_its_import_is_put_back_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", ["cudnn.benchmark", "flushing of denormals"])
+def test_what_a_library_chooses_at_its_import_is_put_back_and_no_fault(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "CHANGED", {})
-    before = torch.backends.cudnn.benchmark
+    get, change = SETTINGS[setting]
+    before = get()
     for times in (1, 2):
         with subject.kernel_errors("imports"):
-            torch.backends.cudnn.benchmark = not before
-        assert torch.backends.cudnn.benchmark is before
+            change(not before)
+        assert get() is before
         assert bool(subject.CHANGED["imports"]) is (times == 2)
     with subject.kernel_errors("dtype"):
         torch.set_default_dtype(torch.float64)
