@@ -83,9 +83,9 @@ class RankClock:
         """Milliseconds of single calls, each the slowest rank's."""
         for _ in range(self._effort.warmup):
             step()
-        trial = max(self._world.slowest(self._taken(step, 1)))
-        count = max(3, min(self._effort.samples, int(self._effort.budget_s * 1e3 / max(trial, 1e-3))))
-        taken = self._taken(step, count)
+        first = self._taken(step, 1)
+        count = max(3, min(self._effort.samples, int(self._effort.budget_s * 1e3 / max(*self._world.slowest(first), 1e-3))))
+        taken = first + self._taken(step, count - 1)
         if self._telemetry:
             self._states.append(self._telemetry.read())
         return self._world.slowest(taken)

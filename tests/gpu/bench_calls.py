@@ -2,11 +2,11 @@
 
     PYTHONPATH=.:$SITE python tests/gpu/bench_calls.py --minutes 2 [--kernels fa2,fa4] [--figures FILE]
 
-First each adapter's call against a bare call of its library, written out by hand with the same inputs, in turns (A B B A), full and causal,
-8192 tokens. Then the clock against triton.testing.do_bench (its defaults, its median) on the same call, and at 1024 tokens against the
-profiler: do_bench fills no queue, so that it times the host where a launch takes longer than the call. Without kernels (--kernels=) the
-clock alone, the most telling lengths first; what it compiles is compiled ahead, in several processes. bf16, 64:8 heads, head_dim 128. Every
-figure is a ratio of two medians of this run; what to keep comes last.
+First each adapter's call against a bare call of its library, written out by hand with the same inputs, in turns (A B B A), full and causal
+or half of all blocks of 64, 8192 tokens. Then the clock against triton.testing.do_bench (its defaults, its median) on the same call, and
+at 1024 tokens against the profiler: do_bench fills no queue, so that it times the host where a launch takes longer than the call. Without
+kernels (--kernels=) the clock alone, the most telling lengths first; what it compiles is compiled ahead, in several processes. bf16, 64:8
+heads (blocks: 16:16), head_dim 128. Every figure is a ratio of two medians of this run; what to keep comes last.
 """
 
 import argparse
@@ -21,12 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import sparse_cases
 import torch
 import torch._functorch.config
 from torch import Tensor
 
-from pytest_longca import catalogue
-from pytest_longca.case import Case
+from pytest_longca import blocks, catalogue
+from pytest_longca.case import Case, Direction
 from pytest_longca.conformance import commit, versions
 from pytest_longca.inputs import Inputs, make_inputs
 from pytest_longca.jobs import find_machine
@@ -43,6 +44,7 @@ IN_TURNS, ALONE = (
     Effort(min_samples=20, max_samples=60, budget_s=0.5, patience_s=1.5),
 )
 SEQLEN = 8192
+BLOCK, BLOCK_HEADS = 64, 16
 CLOCK_ROUNDS = {8192: 3, 1024: 2, 32768: 1}
 """How often our clock and do_bench take turns at each length: within a percent or two the device's clocks depend on what ran just before.
 
@@ -114,6 +116,20 @@ def bare_flex(case: Case, inputs: Inputs) -> Attention:
     return attend
 
 
+def bare_cudnn_sparse(case: Case, inputs: Inputs) -> dict[str, Step]:
+    from cudnn.block_sparse_attention import block_sparse_attention_backward, block_sparse_attention_forward
+
+    lists = blocks.padded_lists(blocks.checked_map(case.mask, case.heads_q, "cuda"))
+    index, num = (x.expand(1, case.heads_q, *x.shape[1:]).contiguous() for x in (lists.index, lists.num))
+    common = {"q2k_block_index": index, "q2k_block_nums": num, "sparse_block_size": BLOCK, "softmax_scale": case.scale, "layout": "bshd"}
+    q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
+    done = block_sparse_attention_forward(q, k, v, **common)
+    return {
+        "fwd": lambda: block_sparse_attention_forward(q, k, v, **common),
+        "bwd": lambda: block_sparse_attention_backward(do, q, k, v, done["o_tensor"], done["lse_tensor"], **common),
+    }
+
+
 BARE: dict[str, Callable[[Case, Inputs], Attention]] = {
     "fa2": bare_fa2,
     "fa3": bare_fa3,
@@ -123,6 +139,8 @@ BARE: dict[str, Callable[[Case, Inputs], Attention]] = {
     "flex": bare_flex,
 }
 """The libraries' own functions, as their documentation calls them."""
+EXPLICIT: dict[str, Callable[[Case, Inputs], dict[str, Step]]] = {"cudnn_sparse": bare_cudnn_sparse}
+"""Forward and backward of libraries without autograd."""
 
 
 def first(result: Any) -> Tensor:
@@ -140,11 +158,11 @@ def kernel_named(name: str) -> Kernel:
     return kernel
 
 
-def case_of(mask: str, seqlen: int, direction: str = "fwd_bwd") -> Case:
-    from pytest_longca.case import Direction
-
+def case_of(mask: str, seqlen: int, direction: Direction = Direction.FWD_BWD) -> Case:
+    if mask in catalogue.MASK_GROUPS["block"]:
+        return sparse_cases.case_of(seqlen, BLOCK_HEADS, BLOCK_HEADS, BLOCK, direction)
     full = catalogue.load(catalogue.MASKS[mask])(seqlen, seqlen)
-    return Case(mask=full, heads_q=64, heads_kv=8, head_dim=128, dtype="bf16", direction=Direction(direction))
+    return Case(mask=full, heads_q=64, heads_kv=8, head_dim=128, dtype="bf16", direction=direction)
 
 
 class Bench:
@@ -203,7 +221,7 @@ def supported_case(kernel: Kernel, mask: str, seqlen: int, bench: Bench) -> Case
     """The case both ways, else forward alone, else None."""
     if kernel.missing():
         return None
-    cases = (case_of(mask, seqlen, direction) for direction in ("fwd_bwd", "fwd"))
+    cases = (case_of(mask, seqlen, direction) for direction in (Direction.FWD_BWD, Direction.FWD))
     return next((case for case in cases if kernel.supports(case, bench.machine) is None), None)
 
 
@@ -215,11 +233,11 @@ def overhead(bench: Bench, name: str, mask: str) -> None:
         return
     inputs = make_inputs(case, bench.machine.device)
     ours = adapter_steps(kernel, case, inputs)
-    bare = steps_of(BARE[name](case, inputs), inputs, case.direction.needs_backward)
+    bare = EXPLICIT[name](case, inputs) if name in EXPLICIT else steps_of(BARE[name](case, inputs), inputs, case.direction.needs_backward)
     for direction, step in ours.items():
         a, b = bench.samples([step, bare[direction]], IN_TURNS)
         ratio = statistics.median(a) / statistics.median(b)
-        row = f"adapter over bare call: {name:10} {mask:6} {SEQLEN:6} {direction}: {ratio:.3f}  ({statistics.median(b):.3f} ms bare)"
+        row = f"adapter over bare call: {name:12} {mask:13} {SEQLEN:6} {direction}: {ratio:.3f}  ({statistics.median(b):.3f} ms bare)"
         bench.keep(
             kernel, row, figure="adapter_over_bare", mask=mask, seqlen=SEQLEN, direction=direction, ratio=ratio, ours_ms=a, bare_ms=b
         )
@@ -292,7 +310,8 @@ def profiled_ms(step: Step) -> tuple[float, float]:
 def run(kernels: list[str], minutes: float, figures_file: Path | None) -> int:
     """Everything, as far as the time goes, and the table; how many parts failed."""
     bench, failed = Bench(minutes, figures_file), 0
-    jobs = [functools.partial(overhead, bench, name, mask) for mask in ("causal", "full") for name in kernels]
+    jobs = [functools.partial(overhead, bench, name, mask) for mask in ("causal", "full") for name in kernels if name in BARE]
+    jobs += [functools.partial(overhead, bench, name, "uniform_block") for name in kernels if name in EXPLICIT]
     jobs += [functools.partial(compile_ahead, bench)]
     jobs += [functools.partial(clock, bench, name, seqlen) for seqlen in CLOCK_ROUNDS for name in CLOCK_KERNELS]
     for job in jobs:
@@ -310,7 +329,7 @@ def run(kernels: list[str], minutes: float, figures_file: Path | None) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", default=",".join(BARE))
+    parser.add_argument("--kernels", default=",".join((*BARE, *EXPLICIT)))
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--figures", type=Path, help="a file that gets one line of JSON for each figure")
     args = parser.parse_args()

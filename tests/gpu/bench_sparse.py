@@ -1,11 +1,11 @@
 """Times the block-sparse kernels against each other, over densities, and index building: run on a GPU, as a script.
 
     PYTHONPATH=.:$SITE python tests/gpu/bench_sparse.py --minutes 2.5 [--do compare,density,index,sweep] [--kernels vsa,vsa_triton]
-        [--sizes 64,128,1] [--shapes 8K,32K] [--json FILE]
+        [--sizes 64,128,1] [--shapes 8K,32K] [--lengths 32768,131072] [--densities 0.1,0.5] [--json FILE]
     PYTHONPATH=. python tests/gpu/bench_sparse.py --table FILE | --update docs/block-sparse.md
 
-compare: density 0.5, every kernel, shape and block. density: 32K to 128K tokens, densities 0.1 to 1.0; the middle one and the ends of
-the lengths first, and what would not fit into the time is left out. sweep: see sweep_sparse. They run in this order, whatever `--do` says.
+compare: density 0.5, every kernel, shape and block. density: `--lengths` of 32K to 128K tokens, `--densities` of 0.1 to 1.0, in that order,
+and what would not fit into the time is left out. sweep: see sweep_sparse. They run in this order, whatever `--do` says.
 
 Every kernel is verified on 1024 tokens first, by other processes. flashinfer compiles for more than a minute in one that then waits, and
 is judged and timed when all others have been. A kernel's speed is shown with its error where that is beyond the limit but below
@@ -16,6 +16,7 @@ pairs, head_dim 128, bf16; groups of eight query heads share a map, under MHA to
 import argparse
 import contextlib
 import itertools
+import math
 import re
 import statistics
 import sys
@@ -45,20 +46,19 @@ from pytest_longca.outcome import Crashed, KnownWrong, Outcome, OutOfMemory, Pas
 from pytest_longca.report.record import Record, shape_of
 from pytest_longca.timing import Effort, Timing
 
-KERNELS = ("vsa_triton", "vsa", "vsa_fastvideo_triton", "cudnn_sparse", "flex", "flashinfer")
+KERNELS = ("vsa_triton", "vsa", "cudnn_sparse", "fa2_sparse", "vsa_fastvideo_triton", "flex", "flashinfer")
 """Those that start fast first; flex compiles each shape."""
 LATE = "flashinfer"
 SHORT_ONLY = ("flex",)
 """Kernels that are timed on the first shape only: a block mask of the others takes them minutes."""
-DENSITY_KERNELS = ("vsa_triton", "vsa", "cudnn_sparse")
 SHAPES = {"8K": (8192, 16, 16), "32K": (32768, 64, 64), "32K gqa": (32768, 64, 8)}
-LENGTHS = (32768, 131072, 65536)
+LENGTHS = (32768, 65536, 131072)
 HEADS = ((64, 64), (64, 8))
-DENSITIES = (0.5, 0.1, 1.0, 0.2, 0.8)  # what tells most first
+DENSITIES = (0.1, 0.2, 0.5, 0.8, 1.0)
 PASSES = (Direction.FWD, Direction.BWD)
-SHORT, LONG = Effort(10, 20, 0.3, patience_s=0.6), Effort(5, 10, 0.5, patience_s=1.0, fewest=3)
-CALLS = {Direction.FWD: 7, Direction.BWD: 8}
-"""How many calls of its own pass a LONG timing makes, about, the untimed ones too."""
+SHORT, LONG = Effort(10, 20, 0.3, patience_s=0.6), Effort(5, 10, 0.5, patience_s=0.5, fewest=2, warm_up_s=0.02)
+CALLS = {Direction.FWD: 4, Direction.BWD: 5}
+"""How many calls of its own pass the LONG timing of a long call makes, about, the untimed ones too."""
 GUESSED_TFLOP_PER_S = 350.0
 PROCESS = uuid.uuid4().hex[:12]
 
@@ -93,12 +93,12 @@ def compared(names: list[str], shapes: list[str], sizes: list[int]) -> list[Cell
     return found
 
 
-def by_density(names: list[str], sizes: list[int], densities: list[float]) -> list[Cell]:
+def by_density(names: list[str], sizes: list[int], lengths: list[int], densities: list[float]) -> list[Cell]:
     """The cells of the table of densities."""
     return [
         Cell(name, case_of(seqlen, heads_q, heads_kv, size, direction, density), size, density, label)
+        for seqlen in lengths
         for density in densities
-        for seqlen in LENGTHS
         for size in sizes
         for heads_q, heads_kv in HEADS
         for label in [f"{seqlen // 1024:3}K {heads_q}:{heads_kv:<2} {block_name(size):9} {density}"]
@@ -240,8 +240,8 @@ def record_of(kernel: Kernel, case: Case, machine: Machine, outcome: Outcome, wo
     if timing is None:
         return Record(**about, facts=facts)
     return Record(
-        **about, samples_ms=timing.samples_ms, plan_ms=timing.plan_ms, compile_ms=timing.compile_ms, launch_ms=timing.launch_ms,
-        peak_bytes=timing.peak_bytes, clocks=timing.clocks,
+        **about, samples_ms=timing.samples_ms, plan_ms=timing.plan_ms, launch_ms=timing.launch_ms,
+        compile_ms=None if math.isnan(timing.compile_ms) else timing.compile_ms, peak_bytes=timing.peak_bytes, clocks=timing.clocks,
         facts={**timing.facts, "throttled_samples": timing.throttled, "late_samples": timing.late, **facts},
     )  # fmt: skip
 
@@ -324,9 +324,14 @@ def milliseconds(job: object) -> float:
     return statistics.median(times)
 
 
-def numbers(text: str) -> tuple[float, ...]:
+def numbers(text: str) -> list[float]:
     """The numbers of "0.2,0.8"."""
-    return tuple(float(x) for x in text.split(","))
+    return [float(x) for x in text.split(",")]
+
+
+def integers(text: str) -> list[int]:
+    """The numbers of "64,128"."""
+    return [int(x) for x in text.split(",")]
 
 
 def main() -> None:
@@ -334,38 +339,37 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--do", default="compare,index,sweep")
     parser.add_argument("--kernels", default=",".join(KERNELS))
-    parser.add_argument("--sizes", default="64,128,1")
+    parser.add_argument("--sizes", type=integers, default=[64, 128, 1], help="of blocks; 1: 64 to 128 (default: 64,128,1)")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--json", type=Path, help="a file that gets the records")
     parser.add_argument("--table", type=Path, help="only print the table of a file of records, as Markdown")
     parser.add_argument("--update", type=Path, help="only make the tables of a page anew, from the files that it names")
+    parser.add_argument("--lengths", type=integers, default=LENGTHS, help="tokens of the table of densities, in this order (default: all)")
     parser.add_argument("--densities", type=numbers, default=DENSITIES, help="which of the table, in this order (default: all)")
-    parser.add_argument("--groups", help=argparse.SUPPRESS)
+    parser.add_argument("--groups", type=integers, help=argparse.SUPPRESS)
     parser.add_argument("--check-kernel", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    sizes = [int(size) for size in options.sizes.split(",")]
     if options.table:
         print(markdown(options.table))
     elif options.update:
         options.update.write_text(updated(options.update.read_text(encoding="utf-8"), Path(__file__).parents[2]), encoding="utf-8")
     elif options.check_kernel:
-        groups = [int(x) for x in options.groups.split(",")]
-        check_kernel(options.check_kernel, sizes, list(options.densities), groups, find_machine())
+        check_kernel(options.check_kernel, options.sizes, options.densities, options.groups, find_machine())
     else:
-        print("\n".join(["", *bench(options, sizes)]))
+        print("\n".join(["", *bench(options)]))
 
 
-def bench(options: argparse.Namespace, sizes: list[int]) -> list[str]:
+def bench(options: argparse.Namespace) -> list[str]:
     """Everything that was asked for; the lines to keep."""
-    started, steps, names = time.monotonic(), options.do.split(","), options.kernels.split(",")
+    started, steps, names, sizes = time.monotonic(), options.do.split(","), options.kernels.split(","), options.sizes
     deadline = started + 60 * options.minutes
-    uniform, dense = [size for size in sizes if size > 1], [name for name in DENSITY_KERNELS if name in names]
+    uniform, many = [size for size in sizes if size > 1], [name for name in names if name not in SHORT_ONLY]
     cells = {
         "compare": (compared(names, options.shapes.split(","), sizes) if "compare" in steps else [], SHORT),
-        "density": (by_density(dense, uniform, list(options.densities)) if "density" in steps else [], LONG),
+        "density": (by_density(many, uniform, options.lengths, options.densities) if "density" in steps else [], LONG),
     }
     judged_names = [name for name in names if any(name == cell.kernel for some, _ in cells.values() for cell in some)]
-    checks = Checks(judged_names, sizes if "compare" in steps else uniform, list(options.densities) if "density" in steps else [0.5])
+    checks = Checks(judged_names, sizes if "compare" in steps else uniform, options.densities if "density" in steps else [0.5])
     checks.collect(False, started + 0.35 * (deadline - started))
     print(f"checks took {time.monotonic() - started:.0f} s", flush=True)
     machine = find_machine()

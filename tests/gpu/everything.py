@@ -26,10 +26,14 @@ GRACE_S = 10.0
 """After an interrupt, for a last table and the records."""
 PYTEST = "-m pytest -p no:cacheprovider --longca-json={out}"
 TIMED = f"{PYTEST} -k timing"
-EXAMPLES = f"{PYTEST} --longca-examples=210 -k examples --benchmark-skip --maxschedchunk=1"
-SIMULATED = "-m pytest_longca.parallel.bench --budget 0.5 --warmup 1 --samples 3 --minutes 3 --json {out}"
-RANK, RANKS = f"{SIMULATED} --simulate-world 8", f"{SIMULATED} --simulate-world 64 --simulate-ranks 0,21,42,63"
-DENSITY = "{root}/tests/gpu/bench_sparse.py --do density --kernels vsa_triton,vsa,cudnn_sparse --json {out}"
+DRAWN = f"{PYTEST} -k examples --benchmark-skip"
+EXAMPLES, MAPS = (f"{DRAWN} --longca-examples={number} --maxschedchunk=1" for number in (210, 510))
+SIMULATED = "-m pytest_longca.parallel.bench --budget 0.5 --samples 3 --minutes 3.2 --json {out}"
+RANK, RANKS = f"{SIMULATED} --warmup 0 --simulate-world 8 --simulate-ranks 3", f"{SIMULATED} --warmup 1 --simulate-world 64"
+DENSE = "{root}/tests/gpu/bench_dense.py --processes 12 --records {out}"
+REGULAR = "full,causal,full_sliding_window,causal_sliding_window,full_document,causal_document"
+DENSITY = "{root}/tests/gpu/bench_sparse.py --do density --json {out}"
+SPARSE = "vsa_triton,vsa,cudnn_sparse,fa2_sparse,flashinfer"
 NCCL = "{root}/tests/gpu/bench_parallel_nccl.py --gpus {gpus} --json {out}"
 
 
@@ -53,22 +57,28 @@ class Job:
 
 TIMINGS = (
     Job("reference", 130, "{root}/tests/gpu/test_reference_gpu.py --seconds 125 --only 512K --figures {out}"),
-    Job("plans", 45, "{root}/tests/gpu/bench_plans.py --figures {out}"),
-    Job("fa3", 120, "{root}/tests/gpu/bench_dense.py --kernels flex,fa2,fa3 --minutes 1.9 --check-seqlens 8192,32768 --records {out}"),
+    Job("plans", 60, "{root}/tests/gpu/bench_plans.py --figures {out}"),
+    Job("calls", 60, "{root}/tests/gpu/bench_calls.py --kernels fa3,cudnn,cudnn_sparse --minutes 0.9 --figures {out}"),
+    Job("fa3", 110, f"{DENSE} --kernels flex,fa2,fa3 --masks {REGULAR} --minutes 1.7"),
     Job("gate", 320, "{root}/tests/gpu/bench_gate.py --minutes 5 --out {out}"),
-    Job("density", 330, f"{DENSITY} --minutes 5.2 --densities 0.1,1.0,0.2,0.8"),
-    Job("mha", 320, "{root}/tests/gpu/bench_dense.py --heads 64:64 --minutes 5 --check-seqlens 8192,32768 --records {out}"),
-    Job("simulated", 200, f"{RANK} --simulate-ranks 3 --kernels fa2 --masks full,causal --tokens 32768 --peers ring-flash-attn,yunchang"),
-    Job("simulated_fast", 200, f"{RANK} --simulate-ranks 3 --kernels cudnn_flex --masks full,causal --tokens 32768"),
-    Job("simulated_documents", 60, f"{RANKS} --kernels fa2 --mechanisms ring_p2p --masks causal_document,full_document --tokens 8192"),
+    Job("naive", 60, f"{DRAWN} --longca-examples=500 --longca-masks=causal,causal_document --longca-kernels=naive"),
+    Job("density", 240, f"{DENSITY} --kernels {SPARSE} --lengths 32768 --minutes 3.9"),
+    Job("density_long", 260, f"{DENSITY} --kernels vsa_triton,vsa,cudnn_sparse --sizes 64 --lengths 131072,65536 --minutes 4.2"),
+    Job("mha", 320, f"{DENSE} --heads 64:64 --minutes 5.2"),
+    Job("simulated", 200, f"{RANK} --kernels fa2 --masks full,causal --tokens 32768 --peers ring-flash-attn,yunchang"),
+    Job("simulated_fast", 140, f"{RANK} --kernels cudnn_flex --masks full,causal --tokens 32768"),
+    Job(
+        "simulated_documents",
+        60,
+        f"{RANKS} --simulate-ranks 0,21,42,63 --kernels fa2 --mechanisms ring_p2p --masks causal_document,full_document --tokens 8192",
+    ),
     Job("dense_slice", 540, f"{TIMED} --longca-preset=paper-dense --longca-kernels=flex,fa2,fa4,cudnn_flex,flashmask --longca-budget=8m"),
     Job("long", 320, f"{TIMED} --longca-preset=long --longca-kernels=flashmask,fa4,cudnn_flex --longca-budget=3m"),
 )
 VERDICTS = (
-    Job("examples", 540, f"{EXAMPLES} --longca-masks=static --longca-kernels=flashmask,fa4,cudnn_flex,fa3", 0.4),
-    Job("examples_torch", 540, f"{EXAMPLES} --longca-masks=static --longca-kernels=sdpa_cudnn,sdpa_efficient,sdpa_math,naive", 0.15),
-    Job("maps", 540, f"{EXAMPLES} --longca-masks=block --longca-kernels=vsa_triton,vsa_fastvideo_triton,fa4,sdpa,fa2_sparse", 0.2),
-    Job("flashinfer", 300, "{root}/tests/gpu/test_sparse_gpu.py --kernels flashinfer --seconds 290 --json {out}"),
+    Job("examples", 300, f"{EXAMPLES} --longca-masks=global_sliding_window,prefix_lm_document --longca-kernels=fa4,flashmask", 0.2),
+    Job("examples_torch", 300, f"{EXAMPLES} --longca-masks=static --longca-kernels=sdpa_cudnn", 0.2),
+    Job("maps", 400, f"{MAPS} --longca-masks=block --longca-kernels={SPARSE},vsa_fastvideo_triton,fa4,naive,sdpa,flex", 0.6),
     Job("known", 100, f"{PYTEST} --longca-kernels=all -k known"),
 )
 WORLDS = (Job("nccl", 560, f"{NCCL} --minutes 9.2 --stages fa2_8k,fa2,fast,documents,heterogeneous"),)

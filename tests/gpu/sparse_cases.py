@@ -1,6 +1,7 @@
 """What bench_sparse and sweep_sparse share: the cases they time, and small cases of the same kind that are judged first, elsewhere."""
 
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -10,12 +11,12 @@ from typing import Any
 
 from pytest_longca.block_map import BlockMap
 from pytest_longca.case import Case, Direction
-from pytest_longca.inputs import make_inputs
+from pytest_longca.inputs import Inputs, make_inputs
 from pytest_longca.kernel import Call, Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.masks.block import UniformBlock, VariableBlock
 from pytest_longca.subject import kernel_errors
-from pytest_longca.timing import CLOCKS, Effort, Timing, interleave
+from pytest_longca.timing import CLOCKS, Effort, Step, Timing, interleave
 
 SHARING = 8
 """At most so many query heads share a map, under MHA too: a map of 128K tokens takes a CPU 50 ms a head, and the times are the same."""
@@ -23,7 +24,7 @@ SMALL_SEQLEN, SMALL_HEADS = 1024, 16
 TUNING_GATE = 3.0
 """Error over limit from which a kernel or candidate computes something else. A wrong tile is hundreds of times beyond."""
 LONG_MS = 200.0
-"""A call so long needs no queue that is filled ahead, so its launches are not timed."""
+"""A call so long needs no queue that is filled ahead, so its launches are not timed; nor is it made before the one whose memory counts."""
 MARK = "\x1e"
 """Begins a line that a process tells another; str.splitlines would split there."""
 
@@ -54,7 +55,10 @@ def tflop_per_s(case: Case, timing: Timing) -> float:
 
 
 def timed(kernel: Kernel, case: Case, machine: Machine, effort: Effort) -> Timing:
-    """`time_case` with no more calls than needed, as one of 128K tokens takes seconds: each is made twice, then sampled."""
+    """`time_case` with no more calls than needed, as one of 128K tokens takes seconds: each is made twice, then sampled.
+
+    One that takes LONG_MS is made once, so that what its compilation took is not known: NaN.
+    """
     inputs, clock = make_inputs(case, machine.device), CLOCKS[machine.device]()
 
     def bound_and_run() -> tuple[float, float, Call]:
@@ -63,13 +67,19 @@ def timed(kernel: Kernel, case: Case, machine: Machine, effort: Effort) -> Timin
         return plan_ms, run_ms, call
 
     with kernel_errors(kernel.name):
-        first_ms = sum(bound_and_run()[:2])
         peak, (plan_ms, run_ms, call) = clock.peak(bound_and_run)
-        step = (lambda: call.backward(inputs.do)) if case.direction.needs_backward else call.forward
-        launch_ms = clock.launch(step) if run_ms < LONG_MS else 0.0
-        samples = interleave(clock, [step], effort, run_ms, launch_ms)
-    compile_ms = max(0.0, first_ms - plan_ms - run_ms)
+        if run_ms >= LONG_MS:
+            plan_ms, compile_ms, launch_ms = clock.wall(lambda: kernel.bind(case, inputs))[0], math.nan, 0.0
+        else:
+            first_ms = plan_ms + run_ms
+            peak, (plan_ms, run_ms, call) = clock.peak(bound_and_run)
+            compile_ms, launch_ms = max(0.0, first_ms - plan_ms - run_ms), clock.launch(_step(call, case, inputs))
+        samples = interleave(clock, [_step(call, case, inputs)], effort, run_ms, launch_ms)
     return Timing(samples.of_steps[0], plan_ms, compile_ms, launch_ms, peak, samples.thrown, samples.late, samples.clocks, dict(call.facts))
+
+
+def _step(call: Call, case: Case, inputs: Inputs) -> Step:
+    return (lambda: call.backward(inputs.do)) if case.direction.needs_backward else call.forward
 
 
 def tell(*fields: object) -> None:
