@@ -130,3 +130,11 @@ class Case:
         fwd = 2 * self.area * (self.head_dim + self.head_dim_v)
         bwd = 2 * self.area * (3 * self.head_dim + 2 * self.head_dim_v)
         return {Direction.FWD: fwd, Direction.BWD: bwd, Direction.FWD_BWD: fwd + bwd}[direction]
+
+
+def named(case: Case) -> str:
+    """The case's id, or as much as a mask without one allows."""
+    try:
+        return case.id
+    except InvalidArgument:
+        return repr(case)

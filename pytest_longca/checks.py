@@ -13,7 +13,7 @@ from pytest_longca.errors import DidNotRun
 from pytest_longca.kernel import Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.outcome import NotVerified, Outcome, Passed, Unsupported, Wrong, outcome_from_json
-from pytest_longca.subject import Finding, Malformed, Subject
+from pytest_longca.subject import Finding, Malformed, Subject, declared
 from pytest_longca.together import TOGETHER, Together
 
 Look = Callable[[Subject], list[Finding]]
@@ -94,7 +94,7 @@ class Verification:
 def verify(kernel: Kernel, case: Case, machine: Machine, checks: Sequence[str] = DEFAULT) -> Verification:
     """Run the kernel on the case and judge it by the named checks (names or groups). A wrong kernel is an outcome, never an exception."""
     names = select_checks(checks)
-    refusal = kernel.supports(case, machine)
+    refusal = declared(kernel, case, machine)
     if refusal is not None:
         return Verification(refusal)
     subject = Subject(kernel, case, machine)

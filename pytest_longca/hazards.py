@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_longca.case import OPERANDS, Case, Layout, Values
-from pytest_longca.errors import InvalidArgument
+from pytest_longca.case import OPERANDS, Case, Layout, Values, named
 from pytest_longca.inputs import TORCH_DTYPES, Inputs, make_inputs, shapes, shares_memory
 from pytest_longca.judge import Result
 from pytest_longca.mask import Mask
@@ -290,14 +289,6 @@ def run_on_other_values(subject: Subject, held: Inputs) -> None:
     subject.run(subject.case, held)
     for memory, values in pairs:
         memory.copy_(values)
-
-
-def named(case: Case) -> str:
-    """The case's id, or as much as a mask without one allows."""
-    try:
-        return case.id
-    except InvalidArgument:
-        return repr(case)
 
 
 def first_neighbour(subject: Subject) -> Subject | None:

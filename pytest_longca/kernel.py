@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from pytest_longca.case import Case
+from pytest_longca.case import Case, named
+from pytest_longca.errors import InvalidArgument, asked
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form
 from pytest_longca.outcome import NotInstalled, Unsupported
@@ -216,3 +217,11 @@ class Kernel(ABC):
         none.
         """
         return None
+
+
+def refusal_of(kernel: Kernel, case: Case, machine: Machine) -> Unsupported | None:
+    """What the kernel's `supports` says. Raises InvalidArgument, with kernel, place and case, if that raises."""
+    try:
+        return asked(f"kernel {kernel.name}: supports", lambda: kernel.supports(case, machine))
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{error} on {named(case)}") from error

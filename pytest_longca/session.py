@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_longca.budget import Budget
 from pytest_longca.catalogue import Catalogue
 from pytest_longca.errors import DidNotRun, InvalidArgument, asked
+from pytest_longca.kernel import refusal_of
 from pytest_longca.launched import agreement, launched_size
 from pytest_longca.machine import Machine
 from pytest_longca.options import Options, select
@@ -281,8 +282,7 @@ class Session:
 
     def refusal(self, kernel: str, case: "Case") -> NotInstalled | Unsupported | None:
         """Why the kernel cannot run the case here, before anything runs. Raises InvalidArgument, naming the kernel, if it raises."""
-        supports = self.catalogue.kernel(kernel).supports
-        return self.missing(kernel) or asked(f"kernel {kernel}: supports", lambda: supports(case, self.machine))
+        return self.missing(kernel) or refusal_of(self.catalogue.kernel(kernel), case, self.machine)
 
     def cell_refusal(self, kernel: str, mask: str) -> Outcome | None:
         """Why the kernel takes no case of that mask at all on this machine, or None."""

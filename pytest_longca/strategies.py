@@ -22,7 +22,8 @@ from pytest_longca.errors import InvalidArgument, unknown_name
 from pytest_longca.kernel import Capabilities, Kernel
 from pytest_longca.machine import CPU, Machine
 from pytest_longca.mask import Form, Mask
-from pytest_longca.subject import is_interpreted
+from pytest_longca.outcome import Unsupported
+from pytest_longca.subject import declared, is_interpreted
 
 TILE_EDGES = tuple(tile + step for tile in (16, 32, 64, 128) for step in (-1, 0, 1))
 """Lengths where tiles begin and end."""
@@ -283,8 +284,13 @@ def _supported(case: Case, kernel: Kernel | None, machine: Machine) -> Case:
     """The case, or the first plainer one that the kernel supports."""
     if kernel is None:
         return case
-    found = next((plain for plain in _candidates(case) if kernel.supports(plain, machine) is None), None)
+    found = next((plain for plain in _candidates(case) if _takes(kernel, plain, machine)), None)
     return found if found is not None else reject()
+
+
+def _takes(kernel: Kernel, case: Case, machine: Machine) -> bool:
+    """Whether a case is one for the kernel. So is one about which its declaration raises: whoever judges the case says so."""
+    return not isinstance(declared(kernel, case, machine), Unsupported)
 
 
 def _candidates(case: Case) -> Iterator[Case]:
@@ -362,6 +368,6 @@ def _probe_case(mask: Mask, kernel: Kernel, machine: Machine, seed: int) -> Case
             direction=direction,
             seed=seed,
         )
-        if kernel.supports(case, machine) is None:
+        if _takes(kernel, case, machine):
             return case
     return None

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from pytest_longca import truth
 from pytest_longca.case import Case
-from pytest_longca.errors import CheckFailed, DidNotRun, first_line
+from pytest_longca.errors import CheckFailed, DidNotRun, InvalidArgument, first_line
 from pytest_longca.inputs import TORCH_DTYPES, Inputs, make_inputs, shapes
 from pytest_longca.judge import Result, Verdict
-from pytest_longca.kernel import SUMS_IN_DTYPE, Call, Kernel
+from pytest_longca.kernel import SUMS_IN_DTYPE, Call, Kernel, refusal_of
 from pytest_longca.machine import Machine
-from pytest_longca.outcome import Crashed, Outcome, OutOfMemory
+from pytest_longca.outcome import Crashed, Outcome, OutOfMemory, Unsupported
 from pytest_longca.processes import shortened
 from pytest_longca.reference import Reference, cached_reference
 from pytest_longca.settings import CHOICES, Changes, kept
@@ -54,6 +54,14 @@ class Finding:
 def is_interpreted(kernel: Kernel, machine: Machine) -> bool:
     """Whether the kernel runs in Triton's interpreter, some milliseconds a tile."""
     return kernel.is_triton and machine.device == "cpu"
+
+
+def declared(kernel: Kernel, case: Case, machine: Machine) -> Unsupported | Crashed | None:
+    """What the kernel declares about a case, as its outcome: a refusal, None if it does the case, a crash if the declaration raises."""
+    try:
+        return refusal_of(kernel, case, machine)
+    except InvalidArgument as error:
+        return Crashed(str(error))
 
 
 SLOW_FLOP = {"cpu": 1e11, "cuda": 1e15}
@@ -117,8 +125,11 @@ class Subject:
         return is_interpreted(self.kernel, self.machine) or self.case.flop() > SLOW_FLOP[self.machine.device]
 
     def supports(self, case: Case) -> bool:
-        """Whether the kernel declares that it can do the case on this machine."""
-        return self.kernel.supports(case, self.machine) is None
+        """Whether the kernel declares that it can do the case on this machine. Raises DidNotRun if its declaration raises."""
+        answer = declared(self.kernel, case, self.machine)
+        if isinstance(answer, Crashed):
+            raise DidNotRun(answer)
+        return answer is None
 
     def run(self, case: Case, inputs: Inputs) -> Result:
         """Bind, forward and, where the case has one, backward. Raises DidNotRun or Malformed, nothing else."""

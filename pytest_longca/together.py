@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pytest_longca.case import OPERANDS
+from pytest_longca.case import OPERANDS, named
 from pytest_longca.errors import DidNotRun
 from pytest_longca.hazards import (
     Surrounded,
@@ -19,7 +19,6 @@ from pytest_longca.hazards import (
     generators_moved_on,
     global_changes,
     huge,
-    named,
     of_neighbour,
     run_on_other_values,
     soil_recycled_memory,

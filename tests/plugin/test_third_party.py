@@ -230,6 +230,17 @@ def test_a_declaration_that_raises_is_named_by_a_list_and_under_xdist_too(run: R
     assert "kernel returns: supports raised ZeroDivisionError" in said(result) and "Traceback" not in said(result)
 
 
+@pytest.mark.parametrize("stage", ["probes", "examples"])
+def test_supports_that_raises_on_a_drawn_case_is_the_outcome_of_that_case(run: Run, pytester: pytest.Pytester, stage: str) -> None:
+    line = "def also_refuses(self, case, machine): return {True: None}[case.seqlen_q >= 256]"  # as those that are asked for first
+    path = pytester.makeconftest(declaring(line))
+    result = run("--longca-kernels=returns", "--longca-masks=causal", "--longca-examples=5", "-k", stage)
+    result.assert_outcomes(failed=1)
+    says = f"crashed: kernel returns: supports raised KeyError: False [(]also_refuses, line 6 of {re.escape(str(path))}[)] on causal[(]"
+    assert re.search(says, said(result)) and "Traceback" not in said(result)
+    result.stdout.fnmatch_lines(["replay: pytest --longca-kernels=returns --longca-case='causal(*", "causal*CRASH*"])
+
+
 @pytest.mark.parametrize(
     ("hook", "says"),
     [

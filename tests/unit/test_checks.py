@@ -18,7 +18,7 @@ from pytest_longca.hazards import neighbours
 from pytest_longca.inputs import Inputs
 from pytest_longca.kernel import AutogradCall, Call, Kernel
 from pytest_longca.kernels.naive import Naive
-from pytest_longca.machine import CPU, H200
+from pytest_longca.machine import CPU, H200, Machine
 from pytest_longca.masks.document import CausalDocument
 from pytest_longca.masks.regular import Causal, Full
 from pytest_longca.outcome import Crashed, NotVerified, OutOfMemory, Passed, Unsupported, Wrong
@@ -55,6 +55,23 @@ def raising(error: BaseException) -> Callable[..., object]:
         raise error
 
     return step
+
+
+class Forgetful(Naive):
+    """Has an answer for a batch of two alone, of which checks make one of one."""
+
+    name = "forgetful"
+
+    def also_refuses(self, case: Case, machine: Machine) -> str | None:
+        return {2: None}[case.batch]
+
+
+@pytest.mark.parametrize(("case", "about"), [(CASE, "b1"), (replace(CASE, batch=3), "b3")])
+def test_supports_that_raises_on_the_case_or_on_one_made_of_it_is_the_outcome(case: Case, about: str) -> None:
+    outcome = verify(Forgetful(), case, CPU, ("truth", "metamorphic")).outcome
+    assert isinstance(outcome, Crashed)
+    assert outcome.reason.startswith(f"kernel forgetful: supports raised KeyError: {about[1]} (also_refuses, line ")
+    assert f"/{about}/" in outcome.reason
 
 
 def test_a_correct_kernel_passes_everything_on_the_cpu() -> None:
