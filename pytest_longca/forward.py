@@ -53,7 +53,7 @@ class Forward:
     def _store(self, tile: RowTile, sums: "_Running") -> None:
         assert sums.highest is not None
         rows, (row_sum, first, sides, norms, fourths) = tile.rows, sums.sums
-        total = row_sum.clamp_min(TINY)  # an empty row has total 0 and nothing but zeros to divide
+        total = row_sum.clamp_min(1.0)  # a row's highest score alone gives 1, and an empty row has nothing but zeros to divide
         absolute, key = (sides / total).split([self.ops.case.head_dim_v, self.ops.case.head_dim], -1)
         squares = norms[..., :3] / total.square()
         self.out[:, :, rows] = self.ops.grouped(first / total, rows)
@@ -70,7 +70,7 @@ class Forward:
     def weights(self, tile: RowTile, scores: Tensor) -> Weights:
         """P of a tile whose row sums are known: `[stacks, group * rows, keys]`."""
         highest, total = (self.ops.flat(x, tile.rows)[..., None] for x in (self.highest, self.total))
-        return self.ops.arithmetic.exponentials(scores, highest, self.ops.scale, total.clamp_min(TINY).reciprocal())
+        return self.ops.arithmetic.exponentials(scores, highest, self.ops.scale, total.clamp_min(1.0).reciprocal())
 
     def _add_underflow(self, tile: RowTile, scores: Tensor | None) -> None:
         """What out loses where P falls below the dtype's normal range, or out of it: only now is P known, and not just up to a factor."""

@@ -245,8 +245,8 @@ def _row_errors(
 
 
 def _over(error: Tensor, limit: Tensor) -> Tensor:
-    """Error over limit; 0 where there is neither."""
-    return (error / limit).nan_to_num(nan=0.0, posinf=math.inf)
+    """Error over limit; 0 where there is no error, infinite where there is no limit to hold it against."""
+    return (error / limit).masked_fill_(error == 0, 0.0).nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
 def _tile_errors(size: Tensor, bound: Bound, unit: float) -> Tensor:

@@ -17,6 +17,7 @@ from pytest_longca.judge import Result, Verdict, judge
 from pytest_longca.kernel import SUMS_IN_DTYPE, Kernel
 from pytest_longca.kernels.naive import Naive
 from pytest_longca.kernels.sdpa import Sdpa
+from pytest_longca.limits import Bound
 from pytest_longca.masks.regular import Causal, Full
 from pytest_longca.masks.window import GlobalSlidingWindow
 from pytest_longca.reference import Reference, compute
@@ -157,6 +158,12 @@ def test_nan_is_never_equal_and_infinity_is_named(bench: Bench) -> None:
     assert verdicts["dv"].error_over_limit == verdicts["lse"].error_over_limit == math.inf
     assert "batch 1, head 1, row 7, column 3" in verdicts["dv"].message and "NaN" in verdicts["dv"].message
     assert "batch 0, head 2, row 5" in verdicts["lse"].message and "inf" in verdicts["lse"].message
+
+
+def test_an_error_without_a_limit_that_is_a_number_does_not_pass(bench: Bench) -> None:
+    unknown = Bound(*(torch.full_like(x, math.nan) for x in bench.reference.bounds["dk"].tensors()))
+    without = dataclasses.replace(bench.reference, bounds={**bench.reference.bounds, "dk": unknown})
+    assert [verdict.tensor for verdict in judge(bench.case, bench.inputs, without, bench.result) if not verdict.ok] == ["dk"]
 
 
 def test_a_wrong_form_is_an_error_of_its_own(bench: Bench) -> None:

@@ -150,6 +150,13 @@ def test_an_empty_sequence_has_an_empty_or_zero_reference(shape: tuple[int, int]
     assert reference.dk is not None and reference.dk.shape == (1, shape[1], 2, 8) and not reference.dk.any()
 
 
+@pytest.mark.parametrize("arithmetic", [Exact(), Split(False)], ids=["exact", "split"])
+def test_rows_that_see_no_key_leave_every_limit_a_number(arithmetic: Arithmetic) -> None:
+    case = Case(mask=Causal(40, 9), heads_q=2, head_dim=16, dtype="bf16")
+    reference = compute(case, make_inputs(case), arithmetic)
+    assert all(bool(x.isfinite().all()) for bound in reference.bounds.values() for x in bound.tensors())
+
+
 def test_forward_only_cases_have_no_gradients() -> None:
     case = Case(mask=Full(5, 5), head_dim=8, direction=Direction.FWD)
     reference = compute(case, make_inputs(case))
