@@ -1,6 +1,7 @@
 """Judge: a kernel's tensors against the reference, row by row, and what is wrong in words."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,7 +15,6 @@ from pytest_longca.limits import (
     TILE,
     TILE_ROWS,
     Bound,
-    along_limit,
     blocks_in_dtype,
     deviations,
     have_one_p,
@@ -89,24 +89,25 @@ def judge(case: Case, inputs: Inputs, reference: Reference, result: Result, numb
 
     `numbering` are the numbers of the rows in the whole case, where this case is a sample of it.
     """
-    verdicts: list[Verdict] = []
-    evidence: dict[str, Evidence] = {}
+    found: dict[str, Verdict | _Measured] = {}
+    copies = _copies(case, inputs, reference.lse)
     for name in ("out", "lse", "dq", "dk", "dv"):
         value, truth = getattr(result, name), getattr(reference, name)
         if value is None or truth is None:
             continue
-        verdict, found = _judge_tensor(
-            case, name, value, truth, reference, _Circumstances(result.sums_in_dtype, *_copies(case, inputs, name, reference.lse))
-        )
-        if numbering is not None:
-            verdict, found = _renumbered(verdict, numbering), None
-        verdicts.append(verdict)
-        if found:
-            evidence[name] = found
-    explained = [] if numbering is not None else _right_at_usual_scale(verdicts, case, inputs, result)
-    told = [verdict if verdict.tensor in explained else _with_causes(verdict, evidence, verdicts) for verdict in verdicts]
+        if malformed := _malformed(case, name, value):
+            found[name] = Verdict(name, math.inf, False, malformed)
+        else:
+            found[name] = _measure(case, name, value, truth, reference, result.sums_in_dtype, copies.get(name, NO_COPIES))
+    evidence: dict[str, Evidence] = {}
+    told = _on_host([one for one in found.values() if isinstance(one, _Measured)])
+    verdicts = [one if isinstance(one, Verdict) else _verdict(case, name, one, next(told), evidence) for name, one in found.items()]
+    if numbering is not None:
+        return [_renumbered(verdict, numbering) for verdict in verdicts]
+    explained = _right_at_usual_scale(verdicts, case, inputs, result)
+    verdicts = [verdict if verdict.tensor in explained else _with_causes(verdict, evidence, verdicts) for verdict in verdicts]
     text = f"looks like scale 1/sqrt(head_dim), not {case.scale:.4g}"  # said once, and no other guess beside it
-    return [replace(verdict, message=f"{verdict.message}; {text}") if verdict.tensor in explained[:1] else verdict for verdict in told]
+    return [replace(verdict, message=f"{verdict.message}; {text}") if verdict.tensor in explained[:1] else verdict for verdict in verdicts]
 
 
 def _right_at_usual_scale(verdicts: list[Verdict], case: Case, inputs: Inputs, result: Result) -> list[str]:
@@ -141,60 +142,37 @@ def _renumbered(verdict: Verdict, numbering: Tensor) -> Verdict:
     return replace(verdict, place=moved, message=message)
 
 
-def _judge_tensor(
-    case: Case, name: str, value: Tensor, truth: Tensor, reference: Reference, circumstances: "_Circumstances"
-) -> tuple[Verdict, Evidence | None]:
-    malformed = _malformed(case, name, value)
-    if malformed:
-        return Verdict(name, math.inf, False, malformed), None
-    x = value.detach().to(truth.device, truth.dtype)
-    bound = reference.bounds[name]
-    if circumstances.sums_in_dtype and name in GRADIENTS:
-        lost = truth.shape[-1] ** 0.5 * rounding_of(case).smallest
-        dim, at_most = truth.shape[-1] // circumstances.columns, deviations(truth[..., 0].numel())
-        bound = bound.with_sums_in_dtype(blocks_in_dtype(case, name), dim, at_most, lost, torch.linalg.vector_norm(truth, dim=-1))
-    if name == "lse":
-        sizes = _lse_errors(x, truth)
-        limits = row_limit(bound, SCORE_UNIT[case.dtype])
-        rows = _over(sizes, limits)
-        stats = {"rows": _largest(rows)}
-    else:
-        sizes, limits, rows, stats = _row_errors(case, name, x, truth, bound, reference, circumstances)
-    worst = max(stats.values())
-    if worst <= 1:
-        return Verdict(name, worst, True, stats=stats), None
-    return _wrong(case, name, x, truth, rows, sizes, limits, worst, stats)
-
-
 @dataclass(frozen=True, slots=True)
-class _Circumstances:
-    """How errors of rows hang together: `batches`, `heads` and `columns` are how many err alike."""
+class _Copies:
+    """How errors of rows hang together: how many `batches`, `heads` and `columns` err alike."""
 
-    sums_in_dtype: bool
-    batches: int
-    heads: int
-    columns: int
+    batches: int = 1
+    heads: int = 1
+    columns: int = 1
 
 
-def _copies(case: Case, inputs: Inputs, name: str, lse: Tensor) -> tuple[int, int, int]:
-    """How many batch elements, heads and columns of a result err alike, because their operands share their memory.
+NO_COPIES = _Copies()
+
+
+def _copies(case: Case, inputs: Inputs, lse: Tensor) -> dict[str, _Copies]:
+    """How many batch elements, heads and columns of each result err alike, because their operands share their memory.
 
     One q, one k and one set of visible keys make one P: what its roundings add to a row, as a part of it, is the same whatever v and do.
     """
-    columns = case.head_dim_v if name == "dv" and shares_memory(inputs.do, COLUMNS) else 1
     batches = case.batch if case.mask.batch == 1 and all(shares_memory(x, BATCH) for x in (inputs.q, inputs.k)) else 1
-    if not shares_memory(inputs.q, HEADS):
-        return batches, 1, columns
-    one_k = shares_memory(inputs.k, HEADS)
-    alike = _most_alike(case, lse if one_k else lse.unflatten(1, (case.heads_kv, -1)).transpose(1, 2))
-    if name in ("out", "dq"):
-        return batches, alike, columns
-    return batches, min(alike, case.heads_kv) if one_k else 1, columns
+    of_rows = of_keys = 1
+    if shares_memory(inputs.q, HEADS):
+        one_k = shares_memory(inputs.k, HEADS)
+        of_rows = _most_alike(case, lse if one_k else lse.unflatten(1, (case.heads_kv, -1)).transpose(1, 2))
+        of_keys = min(of_rows, case.heads_kv) if one_k else 1
+    rows, keys = _Copies(batches, of_rows), _Copies(batches, of_keys)
+    columns_dv = case.head_dim_v if shares_memory(inputs.do, COLUMNS) else 1
+    return {"out": rows, "dq": rows, "dk": keys, "dv": replace(keys, columns=columns_dv)}
 
 
 def _most_alike(case: Case, lse: Tensor) -> int:
     """How many heads, which have the same scores, have one P in a row, at most; `lse` `[batch, heads, ...]`."""
-    if not lse.numel():
+    if not lse.numel() or lse.shape[1] == 1:
         return 1
     rounding = rounding_of(case)
     return max(int(have_one_p(lse, lse[:, head, None], rounding).sum(1).max()) for head in range(lse.shape[1])) or 1
@@ -211,37 +189,75 @@ def _malformed(case: Case, name: str, value: Tensor) -> str | None:
     return None
 
 
-def _row_errors(
-    case: Case, name: str, x: Tensor, truth: Tensor, bound: Bound, reference: Reference, copies: _Circumstances
-) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
-    """Row errors, their limits, error over limit of each row `[batch, seqlen, heads]`, and of each head's and the tensor's gain."""
-    rounding = rounding_of(case)
-    error = x - truth
-    overflow = (truth.abs() > rounding.largest) & (x.sign() == truth.sign()) & x.isinf()
-    error = error.masked_fill_(overflow, 0.0).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=math.inf)
-    size = torch.linalg.vector_norm(error, dim=-1)
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A result beside its truth: the size of each row's error, its limit, error over limit of rows and of whole tiles.
+
+    Rows are `[batch, seqlen, heads]`, of lse `[batch, heads, seqlen]`; `stats` are what the verdict tells, single
+    numbers that are still on their device.
+    """
+
+    value: Tensor
+    truth: Tensor
+    sizes: Tensor
+    limits: Tensor
+    rows: Tensor
+    stats: dict[str, Tensor]
+    tiles: Tensor | None = None
+
+
+def _on_host(measured: Sequence[_Measured]) -> Iterator[dict[str, float]]:
+    """The stats of each as numbers. One copy brings them all: each waits for the device."""
+    everything = [number for one in measured for number in one.stats.values()]
+    numbers = iter(torch.stack(everything).tolist() if everything else ())
+    for one in measured:
+        yield {name: next(numbers) for name in one.stats}
+
+
+def _measure(case: Case, name: str, value: Tensor, truth: Tensor, reference: Reference, sums_in_dtype: bool, copies: _Copies) -> _Measured:
+    """A well-formed result beside its truth."""
+    bound = reference.bounds[name]
+    if name == "lse":
+        sizes, limits = _lse_errors(_as_truth(value, truth), truth), row_limit(bound, SCORE_UNIT[case.dtype])
+        rows = _over(sizes, limits)
+        return _Measured(value, truth, sizes, limits, rows, {"rows": _largest(rows)})
+    if sums_in_dtype and name in GRADIENTS:
+        lost = truth.shape[-1] ** 0.5 * rounding_of(case).smallest
+        dim, at_most = truth.shape[-1] // copies.columns, deviations(truth[..., 0].numel())
+        bound = bound.with_sums_in_dtype(blocks_in_dtype(case, name), dim, at_most, lost, torch.linalg.vector_norm(truth, dim=-1))
+    return _measure_rows(case, name, value, truth, bound, reference, copies)
+
+
+def _as_truth(value: Tensor, truth: Tensor) -> Tensor:
+    """A result where and in the dtype that the truth is."""
+    return value.detach().to(truth.device, truth.dtype)
+
+
+def _measure_rows(case: Case, name: str, value: Tensor, truth: Tensor, bound: Bound, reference: Reference, copies: _Copies) -> _Measured:
+    """Out, dq, dk or dv: each row's error and the part of it along the row itself, and how these add up."""
+    rounding, x = rounding_of(case), _as_truth(value, truth)
+    as_held = truth / (truth.abs() <= rounding.largest)  # infinite where the dtype holds nothing so large
+    error = (x - truth).masked_fill_(x == as_held, 0.0)
+    size = torch.linalg.vector_norm(error, dim=-1).nan_to_num_(nan=math.inf, posinf=math.inf)
     limit = row_limit(bound, rounding.unit)
     if name in ("out", "dq"):  # a row that sees no key is exactly 0
-        limit = limit.masked_fill((reference.lse == -math.inf).transpose(1, 2), 0.0)
-    along = (error * truth).sum(-1).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)  # <error, ref>
+        limit.masked_fill_((reference.lse == -math.inf).transpose(1, 2), 0.0)
     norm = torch.linalg.vector_norm(truth, dim=-1)
-    along = along.masked_fill(norm < SMALLEST_NORM[truth.dtype], 0.0)  # a row whose square underflows has no direction
-    at_most = deviations(size.numel())
-    along_allowed = along_limit(bound, rounding.unit, at_most) * norm
-    over = torch.maximum(_over(size, limit), _over(along.abs(), along_allowed))
-    tiles = _over(_tile_errors(size, bound, rounding.unit), torch.tensor(TILE if copies.columns == 1 else math.inf, device=size.device))
-    shared, joint = bound.shared * norm, at_most * rounding.unit * bound.joint * norm
-    own2 = ((along_allowed - shared).square() - joint.square()).clamp_min(0.0)
+    along = error.mul_(truth).sum(-1).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)  # <error, ref>
+    along.masked_fill_(norm < SMALLEST_NORM[truth.dtype], 0.0)  # a row whose square underflows has no direction
+    likely, shared = norm * (deviations(size.numel()) * rounding.unit), bound.shared * norm
+    own, joint = bound.along * likely, bound.joint * likely
+    rows = torch.maximum(_over(size, limit), _over(along.abs(), own + shared))
+    of_heads = torch.stack((along, (own.square() - joint.square()).clamp_min_(0.0), joint, shared)).sum((1, 2))
     stats = {
-        "rows": _largest(over),
-        "tiles": _largest(tiles),
-        "head_gain": _largest(_over(along.sum((0, 1)).abs(), _pooled(own2, joint, shared, (0, 1), copies.batches))),
-        "gain": _largest(_over(along.sum().abs(), _pooled(own2, joint, shared, (0, 1, 2), copies.batches * copies.heads))),
+        "rows": _largest(rows),
+        "head_gain": _largest(_gain(of_heads, copies.batches)),
+        "gain": _gain(of_heads.sum(1), copies.batches * copies.heads),
     }
-    if stats["rows"] <= 1 < stats["tiles"]:  # no row alone is wrong: every row of such a tile is
-        whole = tiles.shape[1] * TILE_ROWS
-        over[:, :whole] = tiles.repeat_interleave(TILE_ROWS, 1)
-    return size, limit, over, stats
+    tiles = _tile_errors(size, bound, rounding.unit) if size.shape[1] >= TILE_ROWS and copies.columns == 1 else None
+    if tiles is not None:
+        stats["tiles"] = _largest(tiles)
+    return _Measured(value, truth, size, limit, rows, stats, tiles)
 
 
 def _over(error: Tensor, limit: Tensor) -> Tensor:
@@ -250,42 +266,47 @@ def _over(error: Tensor, limit: Tensor) -> Tensor:
 
 
 def _tile_errors(size: Tensor, bound: Bound, unit: float) -> Tensor:
-    """Root mean square of error over spread of each whole tile of rows: `[batch, tiles, heads]`."""
+    """Root mean square of error over spread of each whole tile of rows, over what it may be: `[batch, tiles, heads]`."""
     whole = size.shape[1] - size.shape[1] % TILE_ROWS
-    unlikely = (size - bound.flush).clamp_min(0) / (unit * bound.tile)
-    tiles = unlikely[:, :whole].nan_to_num(nan=0.0, posinf=math.inf).unflatten(1, (-1, TILE_ROWS)) if whole else unlikely[:, :0, None]
-    return tiles.square().mean(2).sqrt()
+    size, flush, spread = (x[:, :whole].unflatten(1, (-1, TILE_ROWS)) for x in (size, bound.flush, bound.tile))
+    return _over((size - flush).clamp_min_(0.0), unit * spread).square().mean(2).sqrt() / TILE
 
 
-def _largest(ratios: Tensor) -> float:
-    return float(ratios.max()) if ratios.numel() else 0.0
+def _largest(ratios: Tensor) -> Tensor:
+    return ratios.max() if ratios.numel() else ratios.new_zeros(())
 
 
-def _pooled(own2: Tensor, joint: Tensor, shared: Tensor, dims: tuple[int, ...], copies: int) -> Tensor:
-    """The limit of a sum of errors along their rows: independent parts as squares, copies of a row and what rows share as they are."""
-    return (copies * own2.sum(dims) + joint.sum(dims).square()).sqrt() + shared.sum(dims)
+def _gain(sums: Tensor, copies: int) -> Tensor:
+    """Over limit, sums of errors along their rows: independent parts add up as squares, copies of a row and what rows share as they are."""
+    along, own2, joint, shared = sums
+    return _over(along.abs(), (copies * own2 + joint.square()).sqrt() + shared)
 
 
 def _lse_errors(x: Tensor, truth: Tensor) -> Tensor:
     """Errors of lse `[batch, heads, seqlen]`, 0 where both are -inf."""
-    return torch.where(x == truth, 0.0, (x - truth).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+    return (x - truth).abs_().masked_fill_(x == truth, 0.0).nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
-def _wrong(
-    case: Case, name: str, x: Tensor, truth: Tensor, rows: Tensor, sizes: Tensor, limits: Tensor, worst: float, stats: dict[str, float]
-) -> tuple[Verdict, Evidence]:
-    """The verdict on a tensor that is beyond its limit, and what there is to be read from it."""
+def _verdict(case: Case, name: str, measured: _Measured, stats: dict[str, float], evidence: dict[str, Evidence]) -> Verdict:
+    """The verdict on a tensor; what there is to be read from one that is beyond its limit goes to `evidence`."""
+    worst = max(stats.values())
+    if worst <= 1:
+        return Verdict(name, worst, True, stats=stats)
+    truth, sizes, limits, rows = measured.truth, measured.sizes, measured.limits, measured.rows
+    x = _as_truth(measured.value, truth)
+    if measured.tiles is not None and stats["rows"] <= 1 < stats["tiles"]:  # no row alone is wrong: every row of such a tile is
+        rows[:, : measured.tiles.shape[1] * TILE_ROWS] = measured.tiles.repeat_interleave(TILE_ROWS, 1)
     if name == "lse":  # as rows of one column, `[batch, seqlen, heads]`
         rows, sizes, limits, x, truth = (item.transpose(1, 2) for item in (rows, sizes, limits, x, truth))
         x, truth = x[..., None], truth[..., None]
     bad = rows > 1
-    evidence = Evidence(case, name, x, truth, bad)
+    evidence[name] = Evidence(case, name, x, truth, bad)
     if not bool(bad.any()):
-        return Verdict(name, worst, False, _gain_message(x, truth, stats), None, stats), evidence
+        return Verdict(name, worst, False, _gain_message(x, truth, stats), None, stats)
     at = torch.unravel_index(rows.argmax(), rows.shape)
     batch, row, head = (int(index) for index in at)
     place = _place(bad, x, truth, batch, row, head)
-    return Verdict(name, worst, False, _message(place, x, rows, sizes, limits, worst), place, stats), evidence
+    return Verdict(name, worst, False, _message(place, x, rows, sizes, limits, worst), place, stats)
 
 
 def _gain_message(x: Tensor, truth: Tensor, stats: dict[str, float]) -> str:

@@ -180,12 +180,12 @@ class Terms:
     concentrated: Tensor
     growth: Tensor
     mean: Tensor
-    coherent: Tensor | None = None
+    lost: Tensor
+    evenness: Tensor
+    coherent: Tensor | float = 0.0
     flushed: Tensor | None = None
     common: Tensor | None = None
     common_fourths: Tensor | None = None
-    lost: Tensor | None = None
-    evenness: Tensor | None = None
     parts: Tensor | None = None
     roundings: int = 1
     columns: int = 1
@@ -201,36 +201,37 @@ def concentrated(products: Tensor, squares: Tensor, errors: Tensor) -> Tensor:
     e_j along t_j, e_j^2 |t_j|^2 / |r|^2 is along r: `products` are the sums of e_j^2 |t_j|^2. All of it where such products underflow.
     """
     smallest = 1e-140 if squares.dtype is torch.float64 else 1e-14
-    return torch.where(squares > smallest, products / squares.clamp_min(smallest), errors).minimum(errors)
+    return torch.where(squares > smallest, products / squares, errors).minimum(errors)
 
 
 def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int, deviations: float) -> Bound:
     """The bound of rows `value` `[..., rows, head_dim]`; its fields are `[..., rows]`."""
-    dim = value.shape[-1] // terms.columns
-    size2 = value.square().sum(-1)
-    absolute2 = terms.absolute.square().sum(-1)
-    coherent2 = torch.zeros_like(size2) if terms.coherent is None else terms.coherent.square()
+    dim, unit = value.shape[-1] // terms.columns, rounding.unit
+    squares = value.square()
+    fourths = squares.square()
+    size2, sum_of_fourths = squares.sum(-1), fourths.sum(-1)
     tiny = 1e-290 if value.dtype is torch.float64 else 1e-37
-    rounded2 = terms.growth.square() * size2
-    fourths = value.square().square()
-    rounded_along2 = terms.growth.square() * fourths.sum(-1) * terms.columns / size2.clamp_min(tiny)
-    sameness = 4 * rounding.unit / relative_spread(value.abs())  # a spacing over the spread of the row's entries
+    size, divisor = size2.sqrt(), size2.clamp_min(tiny)
+    absolute = torch.linalg.vector_norm(terms.absolute, dim=-1)
+    coherent2 = terms.coherent * terms.coherent
+    growth2 = terms.growth.square()
+    rounded2, rounded_along2 = growth2 * size2, growth2 * sum_of_fourths * terms.columns / divisor
+    sameness = spacing_over_spread(value.abs(), -1, unit, value.shape[-1])[..., 0]
     if terms.parts is not None:  # independent parts are as large as their terms' squares say, parts in one direction as the row
         # Sums of rounded parts lie on a lattice: entries that fall on few of its points round alike, with the inverse of their number.
         of_lattice = size2 * (sameness / (2 * math.sqrt(math.pi))).clamp(max=1.0)
         rounded2, rounded_along2 = 2 * rounded2 + terms.parts, 2 * rounded_along2 + terms.parts / dim + of_lattice
     # Each term, each part and the result rounded at their worst: 2 u each.
     roundings = terms.roundings + 1 + (terms.parts is not None)
-    scale = absolute2.sqrt() + coherent2.sqrt()
-    at_worst = SCALE * (absolute2.sqrt() * (roundings / 2) + coherent2.sqrt())
+    at_worst = absolute * (SCALE / 2 * roundings) + SCALE * terms.coherent
     spread2 = terms.squares + coherent2 + rounded2
     directed2 = (terms.concentrated + terms.squares * terms.mean.square().sum(-1)).minimum(terms.squares) + coherent2
-    likely = (deviations**2 * directed2 + isotropic(dim, deviations) ** 2 * (spread2 - directed2)).sqrt()
+    likely2 = deviations**2 * directed2 + isotropic(dim, deviations) ** 2 * (spread2 - directed2)
     # Of terms in dim directions 1/dim lies along their sum, and what large ones add to it; all where they share that direction.
-    shared2 = (value * terms.mean).sum(-1).square() / size2.clamp_min(tiny)
+    shared2 = (value * terms.mean).sum(-1).square() / divisor
     aligned2 = (terms.concentrated + terms.squares * (1 / dim + shared2)).minimum(terms.squares)
     # A row whose entries are all one number, as far as the dtype can tell, is rounded to one side each time.
-    one_side = (1 + (terms.parts is not None)) * 2 * evenness(sameness) * size2.sqrt()
+    one_side = evenness(sameness) * size * (2 + 2 * (terms.parts is not None))
     along = (aligned2 + coherent2 + rounded_along2).sqrt() + one_side / deviations
     # Below the smallest step: half of it for the result, and for each part, whose roundings are independent but in one direction if all
     # columns are one (a uniform error's rms is 0.58 of its largest).
@@ -238,36 +239,36 @@ def bound_of(value: Tensor, terms: Terms, rounding: Rounding, num_terms: int, de
     if not terms.are_parts_alike:
         of_parts = min(of_parts, 0.29 * isotropic(dim, deviations) * terms.num_parts**0.5)
     floor = value.shape[-1] ** 0.5 * rounding.smallest * (1 + of_parts if rounding.flush else num_terms)
-    flush = torch.full_like(size2, floor) if terms.flushed is None else torch.linalg.vector_norm(terms.flushed, dim=-1) + floor
-    if terms.lost is not None:
-        flush = flush + terms.lost
-    # fp32's errors of scores that are alike are alike.
-    shared = flush + (SCALE * rounding.unit * (terms.growth - 1) + truncation(num_terms, rounding)) * size2.sqrt()
-    if terms.evenness is not None:
-        shared = shared + 2 * rounding.unit * terms.evenness * size2.sqrt()
-    if terms.common is not None:  # only along what all terms share does it add up over the rows
-        shared = shared + deviations * rounding.unit * (terms.common * shared2).sqrt()
+    flush = (terms.lost + floor).expand_as(size2)
+    if terms.flushed is not None:
+        flush = flush + torch.linalg.vector_norm(terms.flushed, dim=-1)
+    # fp32's errors of scores that are alike are alike, and only along what all terms share does an error add up over the rows.
+    alike_along = SCALE * unit * (terms.growth - 1) + (2 * unit * terms.evenness + truncation(num_terms, rounding))
+    shared = flush + alike_along * size
+    if terms.common is not None:
+        shared = shared + deviations * unit * (terms.common * shared2).sqrt()
     # Where all rows have one error a tile is as far off as a row may be.
-    alike2 = torch.as_tensor(terms.alike, device=value.device).square()
-    tile2 = spread2 + (one_side.square() + _fluctuation(terms, deviations) + alike2 * likely.square()) / TILE**2
-    joint = (alike2 * along.square() + (1 - alike2) * _rounded_alike(value, fourths, rounding) * rounded_along2).sqrt()
-    return Bound(scale, spread2.sqrt(), tile2.sqrt(), torch.minimum(at_worst, likely), along, terms.squares, flush, shared, joint)
+    alike2 = terms.alike * terms.alike
+    tile2 = spread2 + (one_side.square() + _fluctuation(terms, deviations) + alike2 * likely2) / TILE**2
+    rounded_alike = _rounded_alike(value, fourths, unit) / sum_of_fourths.clamp_min(tiny)
+    joint = (alike2 * along.square() + (1 - alike2) * rounded_alike * rounded_along2).sqrt()
+    allowed = torch.minimum(at_worst, likely2.sqrt())
+    return Bound(absolute + terms.coherent, spread2.sqrt(), tile2.sqrt(), allowed, along, terms.squares, flush, shared, joint)
 
 
-def _rounded_alike(value: Tensor, fourths: Tensor, rounding: Rounding) -> Tensor:
-    """The share of what rounding costs rows `[..., rows, head_dim]` along them that is one error, as their entries hardly differ."""
+def _rounded_alike(value: Tensor, fourths: Tensor, unit: float) -> Tensor:
+    """What of the fourth powers of rows `[..., rows, head_dim]` is of entries that hardly differ: their roundings are one error."""
     if value.shape[-2] < 2:
         return torch.zeros_like(fourths[..., 0])
-    spread, mean = torch.std_mean(value, -2, keepdim=True)
-    alike = evenness(4 * rounding.unit * mean.abs() / spread.clamp_min(1e-30))
-    found: Tensor = (fourths @ alike.square().mT)[..., 0] / fourths.sum(-1).clamp_min(1e-290 if value.dtype is torch.float64 else 1e-37)
-    return found
+    alike = evenness(spacing_over_spread(value, -2, unit, value.shape[-2] - 1))
+    return (fourths * alike.square()).sum(-1)
 
 
-def relative_spread(x: Tensor) -> Tensor:
-    """Standard deviation over mean of non-negative numbers `[..., n]`; infinite where all are 0."""
-    mean = x.mean(-1)
-    return (x - mean[..., None]).square().mean(-1).sqrt().clamp_min(1e-30) / mean
+def spacing_over_spread(x: Tensor, axis: int, unit: float, freedom: int) -> Tensor:
+    """The dtype's spacing at numbers' mean over their standard deviation, with the mean's sign; `axis` is kept."""
+    mean = x.mean(axis, keepdim=True)
+    spread = (x - mean).square().sum(axis, keepdim=True).sqrt()
+    return mean / spread.clamp_min(1e-30) * (4 * unit * math.sqrt(freedom))
 
 
 def evenness(sameness: Tensor) -> Tensor:
@@ -275,7 +276,7 @@ def evenness(sameness: Tensor) -> Tensor:
 
     Rounding errors are periodic; of numbers spread by s normally, the mean of the first harmonic is exp(-2 (pi s / spacing)^2).
     """
-    return torch.exp(-2 * (math.pi / sameness).square())
+    return torch.exp(-2 * math.pi**2 / sameness.square())
 
 
 def have_one_p(lse: Tensor, others: Tensor, rounding: Rounding) -> Tensor:
@@ -308,8 +309,3 @@ def shared_direction(x: Tensor) -> Tensor:
 def row_limit(bound: Bound, unit: float) -> Tensor:
     """How large a row's error may be in norm."""
     return unit * bound.allowed + bound.flush
-
-
-def along_limit(bound: Bound, unit: float, deviations: float) -> Tensor:
-    """How large the part of a row's error along the row itself may be: its gain, times its norm."""
-    return deviations * unit * bound.along + bound.shared

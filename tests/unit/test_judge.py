@@ -21,6 +21,7 @@ from pytest_longca.limits import Bound
 from pytest_longca.masks.regular import Causal, Full
 from pytest_longca.masks.window import GlobalSlidingWindow
 from pytest_longca.reference import Reference, compute
+from tests.unit.dispatched import Dispatched
 
 MASKS = [Causal(150, 150), Full(90, 103), GlobalSlidingWindow(133, 133, 5, 4)]
 DTYPES = ["fp32", "bf16", "fp16"]
@@ -164,6 +165,13 @@ def test_an_error_without_a_limit_that_is_a_number_does_not_pass(bench: Bench) -
     unknown = Bound(*(torch.full_like(x, math.nan) for x in bench.reference.bounds["dk"].tensors()))
     without = dataclasses.replace(bench.reference, bounds={**bench.reference.bounds, "dk": unknown})
     assert [verdict.tensor for verdict in judge(bench.case, bench.inputs, without, bench.result) if not verdict.ok] == ["dk"]
+
+
+def test_a_right_result_is_judged_in_few_operations_and_one_copy_to_the_host(bench: Bench) -> None:
+    with Dispatched() as calls:
+        judge(bench.case, bench.inputs, bench.reference, bench.result)
+    assert not calls.count["aten._local_scalar_dense.default"], "each asks the device apart"
+    assert calls.count.total() <= 350, str(calls)
 
 
 def test_a_wrong_form_is_an_error_of_its_own(bench: Bench) -> None:
