@@ -19,6 +19,10 @@ class InvalidArgument(LongcaError, ValueError):
     """An option, an id or a parameter that cannot be right, found before anything ran."""
 
 
+class InvalidMask(InvalidArgument):
+    """A mask whose predicate raises, or gives what is no mask: nothing can be judged on it."""
+
+
 class DidNotRun(LongcaError):
     """A case ended without a verdict; `outcome` says how (unsupported, out of memory, crashed, ...)."""
 
@@ -47,9 +51,22 @@ def asked(who: str, ask: Callable[[], T]) -> T:
     except KeyboardInterrupt:  # the user's, who wants the run to end
         raise
     except BaseException as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{frame.name}, line {frame.lineno} of {frame.filename}"
-        raise InvalidArgument(f"{who} raised {type(error).__name__}: {first_line(error)} ({where})") from error
+        raise InvalidArgument(raised(who, error)) from error
+
+
+def raised(who: str, error: BaseException) -> str:
+    """That a third party's code raised, what and where."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{who} raised {type(error).__name__}: {first_line(error)} ({frame.name}, line {frame.lineno} of {frame.filename})"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the host or on the device."""
+    import torch
+
+    # torch's host allocator raises a plain RuntimeError: its text is all there is.
+    is_host = type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)
+    return is_host or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> InvalidArgument:

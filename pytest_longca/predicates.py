@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pytest_longca.errors import InvalidArgument
+from pytest_longca.errors import InvalidMask, LongcaError, is_out_of_memory, raised
 
 if TYPE_CHECKING:
     from pytest_longca.mask import Mask
@@ -20,7 +20,7 @@ Device = torch.device | str
 def evaluate(mask: "Mask", device: Device, rows: range | None = None, cols: range | None = None) -> Tensor:
     """The predicate on some rows and columns: bool `[batch or 1, heads or 1, rows, cols]`, all of them where None.
 
-    Raises InvalidArgument if the predicate returns anything but a bool tensor that broadcasts to that shape.
+    Raises InvalidMask if the predicate raises, or returns anything but a bool tensor that broadcasts to that shape.
     """
     rows = range(mask.seqlen_q) if rows is None else rows
     cols = range(mask.seqlen_kv) if cols is None else cols
@@ -29,19 +29,30 @@ def evaluate(mask: "Mask", device: Device, rows: range | None = None, cols: rang
     b, h, q, kv = (
         torch.arange(axis.start, axis.stop, device=device).view([-1 if i == dim else 1 for i in range(4)]) for dim, axis in enumerate(axes)
     )
-    visible = mask.predicate(device)(b, h, q, kv)
+    visible = answer_of(mask, device, b, h, q, kv)
     check_predicate_result(mask.label, visible, shape)
     return visible.expand(shape)
 
 
+def answer_of(mask: "Mask", device: Device, *indices: Tensor) -> Tensor:
+    """What the predicate gives for the indices `b, h, q_idx, kv_idx`. Raises InvalidMask, with mask and place, if it raises."""
+    try:
+        return mask.predicate(device)(*indices)
+    except Exception as error:
+        if isinstance(error, LongcaError) or is_out_of_memory(error):
+            raise
+        what = raised(f"mask {mask.label!r}", error)
+        raise InvalidMask(f"{what}: a mask_mod gets integer tensors that broadcast, of any length") from error
+
+
 def check_predicate_result(name: str, visible: object, shape: tuple[int, ...]) -> None:
-    """Raise InvalidArgument unless `visible` is a bool tensor that broadcasts to `shape`."""
+    """Raise InvalidMask unless `visible` is a bool tensor that broadcasts to `shape`."""
     if not isinstance(visible, Tensor):
-        raise InvalidArgument(f"mask {name!r} returned {type(visible).__name__}: a mask_mod returns a bool tensor")
+        raise InvalidMask(f"mask {name!r} returned {type(visible).__name__}: a mask_mod returns a bool tensor")
     if visible.dtype is not torch.bool:
-        raise InvalidArgument(f"mask {name!r} returned {visible.dtype}: a mask_mod returns torch.bool, True where the key is visible")
+        raise InvalidMask(f"mask {name!r} returned {visible.dtype}: a mask_mod returns torch.bool, True where the key is visible")
     if not _broadcasts_to(visible.shape, shape):
-        raise InvalidArgument(
+        raise InvalidMask(
             f"mask {name!r} returned shape {tuple(visible.shape)}: it must broadcast to {shape}, one element for each (query, key)"
         )
 

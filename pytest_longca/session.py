@@ -14,7 +14,7 @@ from pytest_longca.kernel import refusal_of
 from pytest_longca.launched import agreement, launched_size
 from pytest_longca.machine import Machine
 from pytest_longca.options import Options, select
-from pytest_longca.outcome import NotInstalled, Outcome, TimedOut, Unsupported
+from pytest_longca.outcome import Crashed, NotInstalled, Outcome, TimedOut, Unsupported
 from pytest_longca.sources import Source, catalogue_of, mechanisms_of, sources_of
 from pytest_longca.spent import KERNELS, TIME, add, shares
 from pytest_longca.workers import START_TIMEOUT_S, Executor, InProcess, Worker, patience_s
@@ -270,6 +270,8 @@ class Session:
             verification = Verification.from_json(self.call(kernel, request, case))
         except DidNotRun as stopped:
             verification = Verification(outcome=stopped.outcome)
+        except InvalidArgument as error:  # a mask whose predicate raises: no kernel can be judged on it
+            verification = Verification(outcome=Crashed(str(error)))
         verification.after = after
         return verification
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pytest_longca import truth
 from pytest_longca.case import Case
-from pytest_longca.errors import CheckFailed, DidNotRun, InvalidArgument, first_line
+from pytest_longca.errors import CheckFailed, DidNotRun, InvalidArgument, first_line, is_out_of_memory
 from pytest_longca.inputs import TORCH_DTYPES, Inputs, make_inputs, shapes
 from pytest_longca.judge import Result, Verdict
 from pytest_longca.kernel import SUMS_IN_DTYPE, Call, Kernel, refusal_of
@@ -284,12 +284,7 @@ def kernel_errors(kernel: str) -> Iterator[Changes]:
 
 def _outcome_of(kernel: str, error: BaseException) -> Outcome:
     said = shortened(first_line(error))
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or _is_host_out_of_memory(error):
+    if is_out_of_memory(error):
         return OutOfMemory(said or type(error).__name__)
     frames = shortened("".join(traceback.format_exception(error, limit=-4)))
     return Crashed(f"{kernel} raised {type(error).__name__}: {said}", frames)
-
-
-def _is_host_out_of_memory(error: BaseException) -> bool:
-    # torch's host allocator raises a plain RuntimeError: its text is all there is.
-    return type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)

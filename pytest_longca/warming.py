@@ -21,7 +21,7 @@ from pytest_longca.budget import key_of_item, stage_of
 from pytest_longca.case import Case, Direction, Values
 from pytest_longca.cells import least_bytes
 from pytest_longca.checknames import select_checks
-from pytest_longca.errors import LongcaError
+from pytest_longca.errors import InvalidMask, LongcaError
 from pytest_longca.ids import parse_case
 from pytest_longca.intervals import columns_of
 from pytest_longca.kernel import Kernel
@@ -58,8 +58,7 @@ def warm(session: "Session", items: "Sequence[pytest.Item]", reporter: Any) -> N
     """Run ahead what the items will compile; `session.warming` says how it went. Several xdist workers compile side by side as it is."""
     options, started = session.options, time.monotonic()
     is_off = options.compile_workers == 0 or options.isolate == "off" or session.num_sharing > 1
-    if found := [] if is_off else runs_of(session, items):
-        served = cheapest_of_alike(found, session.catalogue.kernel)
+    if served := {} if is_off else _due(session, items):
         runs = list(served)
         num, told = num_processes(options.compile_workers, runs, session.machine), started
         with contextlib.closing(run_all(runs, session.sources, num, session.timeout_s)) as answers:
@@ -73,6 +72,14 @@ def warm(session: "Session", items: "Sequence[pytest.Item]", reporter: Any) -> N
     session.began = time.monotonic()
     if session.budget:
         session.budget.add(session.began - started)
+
+
+def _due(session: "Session", items: "Sequence[pytest.Item]") -> dict[Run, list[Case]]:
+    """The runs that are due, with the cases that each serves; none at all where a mask's predicate raises, which its items will say."""
+    try:
+        return cheapest_of_alike(runs_of(session, items), session.catalogue.kernel)
+    except InvalidMask:
+        return {}
 
 
 def _keep(session: "Session", run: Run, served: Sequence[Case], answer: dict[str, Any]) -> None:

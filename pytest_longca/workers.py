@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from pytest_longca.errors import DidNotRun, LongcaError
+from pytest_longca.errors import DidNotRun, InvalidArgument, LongcaError
 from pytest_longca.outcome import Crashed, TimedOut
 from pytest_longca.processes import choose_triton_mode, head_and_tail, how_it_ended, kill_group, send, settle, signal_group, start
 from pytest_longca.sources import Source
@@ -36,7 +36,7 @@ class Executor(Protocol):
     """The kernels that the process has run, in order; none in a new one."""
 
     def call(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer. Raises DidNotRun(Crashed | TimedOut) if there was none."""
+        """The answer. Raises DidNotRun(Crashed | TimedOut) if there was none, InvalidArgument if nothing can be done with the request."""
 
     def close(self) -> None:
         """End whatever process there is."""
@@ -92,6 +92,8 @@ class Worker:
         answer = self._answer(connection, timeout_s)
         if "error" in answer:
             raise LongcaError(answer["error"])
+        if "invalid" in answer:
+            raise InvalidArgument(answer["invalid"])
         if answer.pop("spent", False):  # the device's context is unusable after an error
             self.close()
         return answer
@@ -173,5 +175,7 @@ def serve(connection: Connection, sources: list[list[Any]], path: list[str], std
         os.ftruncate(2, 0)
         try:
             send(connection, workshop.perform(request))
+        except InvalidArgument as error:
+            send(connection, {"invalid": str(error)})
         except Exception as error:
             send(connection, {"error": f"{type(error).__name__}: {error}"})

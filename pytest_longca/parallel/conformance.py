@@ -8,7 +8,7 @@ import pytest
 
 from pytest_longca.case import Case, Direction
 from pytest_longca.conformance import Findings, conclude, keep, record
-from pytest_longca.errors import DidNotRun, InvalidArgument
+from pytest_longca.errors import DidNotRun, InvalidArgument, InvalidMask
 from pytest_longca.mask import Form
 from pytest_longca.outcome import Outcome, Passed, Unsupported, Wrong
 from pytest_longca.parallel.check import run_parallel
@@ -63,6 +63,8 @@ def refusal(session: "Session", kernel: str, mask: str, sharing: Sharing) -> Out
             check(case, sharing)
             if reason := capabilities.refusal(case, session.machine):
                 return Unsupported(f"as a block kernel, {kernel} {reason}")
+    except InvalidMask:
+        raise
     except InvalidArgument as error:
         return Unsupported(str(error))
     return None

@@ -45,21 +45,24 @@ def _picture(record: Record, masks: "Mapping[str, type[Mask]] | None") -> Pictur
 
     try:
         mask = parse_case(record.case or "", masks).mask
+        rows = draw(mask)
     except LongcaError:
         return None
     area = record.area / (record.shape["batch"] * record.shape["heads_q"]) if record.area and record.shape else None
     cells = mask.seqlen_q * mask.seqlen_kv
-    return Picture(record.mask, format_mask(mask), draw(mask), area / cells if area and cells else None)
+    return Picture(record.mask, format_mask(mask), rows, area / cells if area and cells else None)
 
 
 def draw(mask: "Mask", grid: int = GRID) -> tuple[str, ...]:
     """The first head and batch of the mask at `grid` evenly spaced queries and keys (fewer where it is shorter)."""
     import torch
 
+    from pytest_longca.predicates import answer_of
+
     zero = torch.zeros((), dtype=torch.int64)
     queries, keys = (_points(length, grid) for length in (mask.seqlen_q, mask.seqlen_kv))
     q_idx, kv_idx = torch.tensor(queries, dtype=torch.int64), torch.tensor(keys, dtype=torch.int64)
-    visible = mask.mask_mod(zero, zero, q_idx[:, None], kv_idx[None, :]).expand(len(queries), len(keys))
+    visible = answer_of(mask, "cpu", zero, zero, q_idx[:, None], kv_idx[None, :]).expand(len(queries), len(keys))
     return tuple("".join("01"[bit] for bit in row) for row in visible.tolist())
 
 

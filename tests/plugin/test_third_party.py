@@ -153,8 +153,8 @@ def test_a_kernel_that_returns_no_result_is_told_what_is_due(run: Run, pytester:
         ("torch.ones(3, 5, dtype=torch.bool)", "mask 'mine' returned shape (3, 5): it must broadcast to"),
         (
             "q_idx.item() >= kv_idx",
-            "mask 'mine' raised RuntimeError: a Tensor with 4 elements cannot be converted to Scalar: "
-            "a mask_mod gets integer tensors that broadcast",
+            "mask 'mine' raised RuntimeError: a Tensor with 4 elements cannot be converted to Scalar (<lambda>, line 5 of {path}): "
+            "a mask_mod gets integer tensors that broadcast, of any length",
         ),
         (
             "(torch.rand(q_idx.shape) > 0.5) & (kv_idx >= 0)",
@@ -167,7 +167,7 @@ def test_a_predicate_that_is_none_is_told_what_is_due(run: Run, pytester: pytest
     path = pytester.makeconftest(MOD.format(answer=answer))
     result = run("--longca-kernels=naive", chosen)
     assert result.ret == USAGE
-    assert f"pytest_longca_masks in {path}: {says}" in said(result)
+    assert f"pytest_longca_masks in {path}: {says.format(path=path)}" in said(result)
 
 
 def test_a_mask_class_is_tried_too(run: Run, pytester: pytest.Pytester) -> None:
@@ -184,11 +184,53 @@ def test_a_predicate_that_is_none_stops_no_run_of_other_masks(run: Run, pytester
     result.assert_outcomes(passed=1)
 
 
-def test_a_predicate_that_raises_beyond_the_trial_is_named_with_the_place_where_it_did(run: Run, pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(MOD.format(answer="torch.zeros(8, dtype=torch.bool)[q_idx] & (kv_idx >= 0)"))
-    result = run("--longca-kernels=naive", "--longca-case=mine(seqlen_q=9,seqlen_kv=9)/b1/h1:1/d8/fp32/fwd/s0", "--longca-isolate=off")
+@pytest.mark.parametrize("isolate", ["auto", "off"])
+def test_a_predicate_that_raises_beyond_the_trial_is_told_in_one_line_and_costs_no_report(
+    run: Run, pytester: pytest.Pytester, isolate: str
+) -> None:
+    path = pytester.makeconftest(MOD.format(answer="torch.zeros(8, dtype=torch.bool)[q_idx] & (kv_idx >= 0)"))
+    chosen = ("--longca-kernels=naive", "--longca-masks=mine,causal", "--longca-examples=2", f"--longca-isolate={isolate}")
+    result = run(*chosen, "-k", "examples", "--longca-html=page.html")
+    result.assert_outcomes(passed=1, failed=1)
+    says = "naive crashed: mask 'mine' raised IndexError: index 8 is out of bounds for dimension 0 with size 8"
+    assert f"{says} (<lambda>, line 5 of {path}): a mask_mod gets integer tensors that broadcast, of any length" in said(result)
+    result.stdout.fnmatch_lines(["replay: pytest --longca-kernels=naive --longca-case='mine(*", "mine*CRASH*"])
+    assert "Traceback" not in said(result) and Path("page.html").exists()
+
+
+BLIND = """
+import multiprocessing
+from dataclasses import replace
+from pytest_longca.kernels.naive import Naive
+from pytest_longca.masks.regular import Causal
+
+class Blind(Naive):
+    name = "blind"
+
+    def bind(self, case, inputs):
+        return super().bind(replace(case, mask=Causal(case.seqlen_q, case.seqlen_kv)), inputs)
+
+def pytest_longca_kernels():
+    return [Blind()]
+"""
+
+
+def test_a_predicate_that_raises_in_the_worker_alone_is_told_too(run: Run, pytester: pytest.Pytester) -> None:
+    """As one does that captured tensors of the CPU, on a GPU."""
+    answer = "(q_idx >= kv_idx) if q_idx.numel() < 9 or multiprocessing.parent_process() is None else 1 / 0"
+    pytester.makeconftest(BLIND + MOD.format(answer=answer))
+    result = run("--longca-kernels=blind", "--longca-case=mine(seqlen_q=9,seqlen_kv=9)/b1/h1:1/d8/fp32/fwd/s0")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["E   IndexError: index 8 is out of bounds*", "conftest.py:*: IndexError"])
+    assert "blind crashed: mask 'mine' raised ZeroDivisionError: division by zero (<lambda>, line " in said(result)
+    assert "Traceback" not in said(result)
+
+
+def test_ranks_share_no_mask_whose_predicate_raises(run: Run, pytester: pytest.Pytester) -> None:
+    mod = MOD.format(answer="torch.zeros(8, dtype=torch.bool)[q_idx] & (kv_idx >= 0)").replace(")]", ", two_runs_a_row=True)]")
+    pytester.makeconftest(mod)
+    result = run("--longca-kernels=naive", "--longca-masks=mine", "--longca-mechanisms=ring_p2p")
+    assert result.ret == USAGE
+    assert "ERROR: mask 'mine' raised IndexError: index 8 is out of bounds" in said(result) and "Traceback" not in said(result)
 
 
 def test_two_masks_of_one_name_are_a_usage_error(run: Run, pytester: pytest.Pytester) -> None:

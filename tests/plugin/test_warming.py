@@ -61,6 +61,14 @@ def pytest_runtestloop(session):
 '''
 FOR_ALL_LENGTHS = COMPILING.replace("compiles_per_shape = True", "compiles_per_shape = False").replace("(case.seqlen_q, ", "(")
 """The same kernel, whose compiled code serves every length."""
+RAISING = """
+import torch
+from pytest_longca.mask import from_mask_mod
+
+def pytest_longca_masks():
+    eight = torch.zeros(8, dtype=torch.bool)
+    return [from_mask_mod("mine", lambda b, h, q_idx, kv_idx: eight[q_idx] & (kv_idx >= 0), two_runs_a_row=True)]
+"""
 WHERE = ("--longca-kernels=compiling", "--longca-masks=causal", "--longca-preset=smoke", "--longca-json=records.jsonl")
 
 
@@ -181,6 +189,13 @@ def test_a_case_that_dies_ahead_is_told_by_its_own_item_and_costs_the_others_not
     result = warmed("-k", "timing", "--longca-seqlens=8,16,24", "--longca-passes=fwd", "--longca-compile-workers=2")
     result.assert_outcomes(passed=2, failed=1)
     assert len(compiled()) == 2
+
+
+def test_a_mask_whose_predicate_raises_is_told_by_its_own_items(run: RunPytest, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(FOR_ALL_LENGTHS + RAISING)
+    result = run(WHERE[0], "--longca-masks=causal,mine", *WHERE[2:], "-k", "timing", "--longca-seqlens=16,48", "--longca-passes=fwd")
+    result.assert_outcomes(passed=2, failed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*mask 'mine' raised IndexError: index 8 is out of bounds*"])
 
 
 def test_on_a_cpu_no_kernel_of_ours_compiles_ahead(run: RunPytest) -> None:

@@ -366,3 +366,13 @@ def test_a_users_mask_mod_is_a_class_of_masks() -> None:
 def test_a_bad_mask_mod_is_named(mod: Any, words: str) -> None:
     with pytest.raises(InvalidArgument, match=f"mask 'mine' {words}"):
         PredicateMask(mod, 5, 6, label="mine").dense()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_a_mask_for_which_there_was_no_memory_is_no_bad_one(error: Exception) -> None:
+    def mod(*_: object) -> torch.Tensor:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        PredicateMask(mod, 5, 6).dense()
+    assert caught.value is error
