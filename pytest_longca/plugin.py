@@ -52,6 +52,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addini(option.ini, help=f"{option.flag}: {option.help}", default=None)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> None:
+    """Tell the closest option to one that is spelt as ours and that no plugin and no conftest.py has: pytest itself tells none."""
+    if not any(arg.startswith("--longca") for arg in args):
+        return
+    parsed, unknown = parser.parse_known_and_unknown_args(args)
+    flag = next((arg.partition("=")[0] for arg in unknown if arg.startswith("--longca")), None)
+    if flag and not parsed.help:
+        raise pytest.UsageError(str(unknown_name("option", flag, [option.flag for option in OPTIONS])))
+
+
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.add_hookspecs(hookspecs)
 

@@ -89,6 +89,26 @@ def test_bad_options_are_usage_errors_before_anything_runs(run: Run, args: tuple
     pytest.LineMatcher(output.splitlines()).fnmatch_lines([says])
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--longca-mask=causal",), "ERROR: unknown option '--longca-mask': did you mean '--longca-masks'*"),
+        (("--longca_kernels", "naive"), "ERROR: unknown option '--longca_kernels': did you mean '--longca-kernels'*"),
+        (("--longca-masks=full", "--longca-dtype=fp32", "-n1"), "ERROR: unknown option '--longca-dtype': did you mean '--longca-dtypes'*"),
+        (("--ours=--longca-mask", "--longca-of-ours", "-k", "nothing"), None),
+        (("--longca-masks=causal", "--lnogca-masks=causal"), "*: error: unrecognized arguments: --lnogca-masks=causal"),
+    ],
+)
+def test_a_misspelt_option_is_told_the_closest_one(run: Run, pytester: pytest.Pytester, args: tuple[str, ...], says: str | None) -> None:
+    """Unless another plugin, or a conftest.py, has an option of that name."""
+    ours = "parser.addoption('--ours'), parser.addoption('--longca-of-ours', action='store_true')"
+    pytester.makeconftest(f"def pytest_addoption(parser): {ours}")
+    result = run(*args)
+    assert result.ret == (pytest.ExitCode.USAGE_ERROR if says else pytest.ExitCode.NO_TESTS_COLLECTED)
+    if says:
+        result.stderr.fnmatch_lines([says])
+
+
 TYPOS = {
     "kernels": ("rihgt", "unknown kernel 'rihgt'"),
     "masks": ("", "names nothing"),
