@@ -89,6 +89,21 @@ def judge(case: Case, inputs: Inputs, reference: Reference, result: Result, numb
 
     `numbering` are the numbers of the rows in the whole case, where this case is a sample of it.
     """
+    found = _found(case, inputs, reference, result)
+    evidence: dict[str, Evidence] = {}
+    told = _on_host([one for one in found.values() if isinstance(one, _Measured)])
+    verdicts = [one if isinstance(one, Verdict) else _verdict(case, name, one, next(told), evidence) for name, one in found.items()]
+    if numbering is not None:
+        return [_renumbered(verdict, numbering) for verdict in verdicts]
+    explained = _right_at_usual_scale(verdicts, case, inputs, result)
+    verdicts = [verdict if verdict.tensor in explained else _with_causes(verdict, evidence, verdicts) for verdict in verdicts]
+    text = f"looks like scale 1/sqrt(head_dim), not {case.scale:.4g}"  # said once, and no other guess beside it
+    return [replace(verdict, message=f"{verdict.message}; {text}") if verdict.tensor in explained[:1] else verdict for verdict in verdicts]
+
+
+@torch.inference_mode()  # its many small operations start faster in it
+def _found(case: Case, inputs: Inputs, reference: Reference, result: Result) -> "dict[str, Verdict | _Measured]":
+    """Each tensor that the kernel gave and the reference has, measured; malformed ones have their verdict."""
     found: dict[str, Verdict | _Measured] = {}
     copies = _copies(case, inputs, reference.lse)
     for name in ("out", "lse", "dq", "dk", "dv"):
@@ -99,15 +114,7 @@ def judge(case: Case, inputs: Inputs, reference: Reference, result: Result, numb
             found[name] = Verdict(name, math.inf, False, malformed)
         else:
             found[name] = _measure(case, name, value, truth, reference, result.sums_in_dtype, copies.get(name, NO_COPIES))
-    evidence: dict[str, Evidence] = {}
-    told = _on_host([one for one in found.values() if isinstance(one, _Measured)])
-    verdicts = [one if isinstance(one, Verdict) else _verdict(case, name, one, next(told), evidence) for name, one in found.items()]
-    if numbering is not None:
-        return [_renumbered(verdict, numbering) for verdict in verdicts]
-    explained = _right_at_usual_scale(verdicts, case, inputs, result)
-    verdicts = [verdict if verdict.tensor in explained else _with_causes(verdict, evidence, verdicts) for verdict in verdicts]
-    text = f"looks like scale 1/sqrt(head_dim), not {case.scale:.4g}"  # said once, and no other guess beside it
-    return [replace(verdict, message=f"{verdict.message}; {text}") if verdict.tensor in explained[:1] else verdict for verdict in verdicts]
+    return found
 
 
 def _right_at_usual_scale(verdicts: list[Verdict], case: Case, inputs: Inputs, result: Result) -> list[str]:
@@ -295,7 +302,8 @@ def _verdict(case: Case, name: str, measured: _Measured, stats: dict[str, float]
     truth, sizes, limits, rows = measured.truth, measured.sizes, measured.limits, measured.rows
     x = _as_truth(measured.value, truth)
     if measured.tiles is not None and stats["rows"] <= 1 < stats["tiles"]:  # no row alone is wrong: every row of such a tile is
-        rows[:, : measured.tiles.shape[1] * TILE_ROWS] = measured.tiles.repeat_interleave(TILE_ROWS, 1)
+        of_tiles = measured.tiles.repeat_interleave(TILE_ROWS, 1)
+        rows = torch.cat((of_tiles, rows[:, of_tiles.shape[1] :]), 1)
     if name == "lse":  # as rows of one column, `[batch, seqlen, heads]`
         rows, sizes, limits, x, truth = (item.transpose(1, 2) for item in (rows, sizes, limits, x, truth))
         x, truth = x[..., None], truth[..., None]

@@ -65,13 +65,16 @@ class Reference:
 def compute(case: Case, inputs: Inputs, arithmetic: Arithmetic | None = None) -> Reference:
     """The reference of a case on its inputs' device; the arithmetic is chosen by `choose_arithmetic` unless given."""
     ops = Operands(case, inputs, arithmetic or choose_arithmetic(case, inputs), rounding_of(case))
-    forward = Forward(ops)
-    backward = Backward(ops, forward) if case.direction.needs_backward else None
-    for tile in ops.tiles():
-        scores = forward.visit(tile)
-        if backward:
-            backward.visit(tile, scores)
-    found = forward.finish() | (backward.finish() if backward else {})
+    # A small case is mostly the starts of its operations, which inference mode makes cheaper. Of others the mask is read on the way, and
+    # what a mask keeps of it must not be inference tensors: no kernel could differentiate with them.
+    with torch.inference_mode() if ops.visibility.small else torch.no_grad():
+        forward = Forward(ops)
+        backward = Backward(ops, forward) if case.direction.needs_backward else None
+        for tile in ops.tiles():
+            scores = forward.visit(tile)
+            if backward:
+                backward.visit(tile, scores)
+        found = forward.finish() | (backward.finish() if backward else {})
     tensors = {name: value for name, (value, _) in found.items()}
     return Reference(**tensors, bounds={name: bound for name, (_, bound) in found.items()})
 

@@ -93,13 +93,18 @@ _UNABLE = (RuntimeError, AttributeError, OSError)
 
 
 def _read() -> dict[str, Any]:
-    found: dict[str, Any] = dict.fromkeys(SETTINGS, UNREADABLE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about its own older switches
-        for name, (get, _) in SETTINGS.items():
-            with contextlib.suppress(*_UNABLE):
-                found[name] = get()
-    return found
+    with warnings.catch_warnings(action="ignore"):  # torch's, about its own older switches
+        try:
+            return {name: get() for name, (get, _) in SETTINGS.items()}
+        except _UNABLE:
+            return {name: _readable(get) for name, (get, _) in SETTINGS.items()}
+
+
+def _readable(get: Get) -> Any:
+    try:
+        return get()
+    except _UNABLE:
+        return UNREADABLE
 
 
 def _put_back(name: str, value: Any) -> None:
