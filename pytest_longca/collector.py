@@ -110,7 +110,7 @@ class Collector:
         return session_of(config).catalogue.masks() if self._options.html else None
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    def pytest_terminal_summary(self, terminalreporter: "pytest.TerminalReporter", exitstatus: int) -> None:
         records = self._all() if self.records or self.earlier else []
         if not records and not self._lines:
             return

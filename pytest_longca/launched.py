@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from _pytest.terminal import TerminalReporter  # which `pytest` has since 8.4
 
 from pytest_longca.options import Options
 
@@ -61,4 +62,4 @@ class Silence:
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         reporter = session.config.pluginmanager.getplugin("terminalreporter")
         if reporter:
-            reporter._tw = pytest.TerminalReporter(session.config, io.StringIO())._tw
+            reporter._tw = TerminalReporter(session.config, io.StringIO())._tw

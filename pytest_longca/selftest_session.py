@@ -33,7 +33,7 @@ class SelftestSummary:
         if report.when == "teardown":
             self._caught += [bool(value) for name, value in report.user_properties if name == PROPERTY]
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter: "pytest.TerminalReporter") -> None:
         from pytest_longca.faults import FAULTS
 
         num_caught, num_ran = sum(self._caught), len(self._caught)

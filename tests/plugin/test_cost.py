@@ -21,6 +21,12 @@ def test_a_session_without_our_options_imports_neither_torch_nor_triton(tmp_path
     assert done.returncode == 0, done.stdout
 
 
+def test_the_plugin_imports_under_the_oldest_pytest_that_it_takes(tmp_path: Path) -> None:
+    """Pytest 8.2 and 8.3 have no `pytest.TerminalReporter`; an import that fails ends every pytest run where the plugin is installed."""
+    modules = "pytest_longca.plugin, pytest_longca.selftest_session"
+    subprocess.run([sys.executable, "-c", f"import pytest; del pytest.TerminalReporter; import {modules}"], check=True, cwd=tmp_path)
+
+
 def test_the_plugin_costs_under_30_ms(tmp_path: Path) -> None:
     (tmp_path / "test_nothing.py").write_text("def test_nothing(): pass\n")
 
