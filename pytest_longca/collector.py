@@ -77,7 +77,9 @@ class Collector:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         from pytest_longca.plugin import is_asked
 
-        if not (self.records or is_asked(session.config)):  # an ini file's baseline or preset is nothing to a run without our tests
+        # An ini file's baseline or preset is nothing to a run without our tests, and nobody asked for the report of a mistake.
+        is_mistake = session.exitstatus == pytest.ExitCode.USAGE_ERROR
+        if not self.records and (is_mistake or not is_asked(session.config)):
             self.earlier.clear()
             return
         found = self.records or self.earlier or self._progress.num_left

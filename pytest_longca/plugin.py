@@ -263,12 +263,19 @@ def pytest_testnodedown(node: Any) -> None:
         raise pytest.UsageError(mistake)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """End the run for a mistake; order what is selected for a budget, and leave out what an earlier run has done."""
     if mistake := config.stash.get(MISTAKE_KEY, None):
         _tell_mistake(config, mistake, items)
         return
     options = config.stash[OPTIONS_KEY]
     if not is_asked(config) or (options.budget is None and options.resume is None):
+        return
+    if not items and options.resume is not None:  # as if an earlier run had done all of it
+        typed = (f"{flag} {text!r}" for flag, text in (("-k", config.option.keyword), ("-m", config.option.markexpr)) if text)
+        mistake = f"--longca-resume: {' and '.join(typed) or 'the command line'} selects no test: nothing is resumed"
+        _tell_mistake(config, options.placed(mistake), items)
         return
     from pytest_longca import budget
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pytest_longca.outcome import Wrong
+from pytest_longca.outcome import Passed, Wrong
 from pytest_longca.report.record import Record
-from pytest_longca.report.store import write_records
+from pytest_longca.report.store import read_records, write_records
 from tests.plugin.conftest import KERNELS, Run
 
 WHERE = ("--longca-preset=smoke", "--longca-masks=causal", "--longca-seqlens=32", "-k", "timing", "--longca-json=records.jsonl")
@@ -116,6 +116,20 @@ def test_a_budget_that_is_over_skips_what_is_about_no_cell_too(run: Run, what: t
     result.stdout.fnmatch_lines(["budget: nothing finished, * items are left: give it more time"])
     kept = records() if Path("records.jsonl").exists() else []
     assert all(record["kernel"] and record["mask"] for record in kept)
+
+
+@pytest.mark.parametrize("more", [(), ("-n1",)])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_resumed_run_that_selects_nothing_is_a_mistake_and_no_run_that_is_done(run: Run, is_new: bool, more: tuple[str, ...]) -> None:
+    case = "causal(seqlen_q=32,seqlen_kv=32)/b1/h2:1/d32/fp32/fwd/s0"
+    before = [] if is_new else [Record(stage="timing", kernel="naive", mask="causal", case=case, outcome=Passed().to_json())]
+    if before:
+        write_records("records.jsonl", before)
+    result = run("--longca-kernels=naive", *WHERE[:3], "--longca-resume=records.jsonl", "--longca-md=page.md", "-k", "timnig", *more)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --longca-resume: -k 'timnig' selects no test: nothing is resumed"])
+    result.stdout.no_fnmatch_line("*nothing is left to run*")
+    assert not Path("page.md").exists() and (read_records("records.jsonl") if Path("records.jsonl").exists() else []) == before
 
 
 def test_what_failed_before_keeps_a_resumed_run_red(timed: Run) -> None:
