@@ -59,7 +59,7 @@ class Naive(Kernel):
         return AutogradCall(attend, inputs, case.direction.needs_backward, backend="torch")
 
     def snippet(self, case: Case, facts: Mapping[str, str]) -> str:
-        functions = (split_mask, naive_attention, _grouped_matmul, _rounded)
+        functions = (split_mask, naive_attention, _rounded)
         source = "\n\n".join(inspect.getsource(function) for function in functions)
         return f"""\
 from torch import Tensor
@@ -89,20 +89,18 @@ def split_mask(visible: Tensor, heads_kv: int) -> tuple[Tensor, Tensor]:
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, empty: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of BSHD operands under `split_mask`'s masks: out `[batch, seqlen_q, heads_q, head_dim_v]` in q's dtype."""
     exact = torch.float64 if q.dtype is torch.float64 else torch.float32
-    heads_kv = k.shape[2]
-    q5 = q.to(exact).transpose(1, 2).unflatten(1, (heads_kv, -1))  # [B, Hkv, G, Sq, D]
-    k4, v4 = (x.to(exact).transpose(1, 2) for x in (k, v))
-    scores = _grouped_matmul(q5, k4.mT * scale).masked_fill(hidden, float("-inf"))
+    batch, seqlen_q, heads_q, _ = q.shape
+    seqlen_kv, heads_kv = k.shape[1:3]
+    group = heads_q // heads_kv
+    stacks, queries = batch * heads_kv, group * seqlen_q  # each key/value head with all queries of its group
+    q3 = q.to(exact).transpose(1, 2).reshape(stacks, queries, q.shape[-1])
+    k3, v3 = (x.to(exact).transpose(1, 2).reshape(stacks, seqlen_kv, x.shape[-1]) for x in (k, v))
+    scores = torch.bmm(q3, k3.mT * scale).view(batch, heads_kv, group, seqlen_q, seqlen_kv)
+    scores = scores.masked_fill(hidden, float("-inf"))
     p = scores.softmax(-1).masked_fill(empty, 0.0)
     lse = scores.logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
-    out = _grouped_matmul(_rounded(p, q.dtype), v4)
-    return out.flatten(1, 2).transpose(1, 2).to(q.dtype), lse.flatten(1, 2).float()
-
-
-def _grouped_matmul(rows: Tensor, matrix: Tensor) -> Tensor:
-    """`[B, Hkv, G, S, n] @ [B, Hkv, n, m]` without copying the matrix for each of the group's G heads."""
-    product: Tensor = (rows.flatten(2, 3) @ matrix).unflatten(2, rows.shape[2:4])
-    return product
+    out = torch.bmm(_rounded(p, q.dtype).view(stacks, queries, seqlen_kv), v3)
+    return out.view(batch, heads_q, seqlen_q, v.shape[-1]).transpose(1, 2).to(q.dtype), lse.flatten(1, 2).float()
 
 
 def _rounded(p: Tensor, dtype: torch.dtype) -> Tensor:

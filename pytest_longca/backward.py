@@ -180,7 +180,7 @@ class Backward:
             squares=squares,
             concentrated=concentrated(self.fourths[..., 0], self.terms[..., 0], squares),
             growth=self._growth_of_keys(),
-            mean=ops.shared_query(ops.do),
+            mean=ops.mean_do,
             coherent=ops.of_heads(ops.alike_p) * torch.linalg.vector_norm(self.dv, dim=-1),
             flushed=self.flushed.get("dv"),
             lost=ops.num_queries * UNDERFLOW[ops.case.dtype] * ops.of_heads(ops.do_most) + (self.alike.of_dv() if self.alike else 0.0),

@@ -13,6 +13,7 @@ from pytest_longca.errors import DidNotRun
 from pytest_longca.kernel import Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.outcome import NotVerified, Outcome, Passed, Unsupported, Wrong, outcome_from_json
+from pytest_longca.reference import forget_references
 from pytest_longca.subject import Finding, Malformed, Subject, declared
 from pytest_longca.together import TOGETHER, Together
 
@@ -114,7 +115,9 @@ def verify(kernel: Kernel, case: Case, machine: Machine, checks: Sequence[str] =
     findings.sort(key=lambda finding: finding.check != "guard")  # who writes to the operands spoils what all other checks see
     outcome = stopped or (Passed() if ran else NotVerified("none of the checks has anything to say about this case"))
     if findings:
+        forget_references()  # made from operands that the kernel may have written to
         outcome = Wrong(_reason(findings), _repeats(findings[0].check, Subject(kernel, case, machine), together is not None))
+        forget_references()
     worst = {} if "truth" not in ran or stopped else _worst(subject)
     return Verification(outcome, findings, worst, tuple(ran), dict(subject.facts))
 

@@ -45,8 +45,8 @@ def poison(subject: Subject) -> list[Finding]:
     poisons = ((float("nan"), "NaN"), (huge(subject.case), "huge values"))
     for value, name in poisons[:1] if subject.is_slow else poisons:
         soil_recycled_memory(subject, value)
-        surrounded = [Surrounded(getattr(subject.inputs, operand), value, padded=True) for operand in OPERANDS]
-        result = subject.run(subject.case, Inputs(*(operand.view for operand in surrounded)))
+        views = (surround(getattr(subject.inputs, operand), value, padded=True)[1] for operand in OPERANDS)
+        result = subject.run(subject.case, Inputs(*views))
         findings += subject.findings("poison", result, f"with {name} around the operands and in recycled memory")
         if findings:
             break
@@ -62,25 +62,32 @@ def soil_recycled_memory(subject: Subject, value: float) -> None:
     """Leave blocks of each result's size, full of `value`, to the allocator: an unwritten element then shows it."""
     sizes = shapes(subject.case)
     dtype, device = TORCH_DTYPES[subject.case.dtype], subject.machine.device
-    blocks = [torch.full(sizes[name], value, dtype=dtype, device=device) for name in OPERANDS for _ in range(RECYCLED_COPIES)]
     lse = (subject.case.batch, subject.case.heads_q, subject.case.seqlen_q)
-    blocks += [torch.full(lse, value, dtype=torch.float32, device=device) for _ in range(RECYCLED_COPIES)]
-    blocks.clear()
+    like_operands = [torch.empty(sizes[name], dtype=dtype, device=device) for name in OPERANDS for _ in range(RECYCLED_COPIES)]
+    like_lse = [torch.empty(lse, dtype=torch.float32, device=device) for _ in range(RECYCLED_COPIES)]
+    for blocks in (like_operands, like_lse):  # filled all at once: a GPU takes longer to start the twenty fills than to do them
+        torch._foreach_zero_(blocks)
+        torch._foreach_add_(blocks, value)
+
+
+def surround(operand: Tensor, value: float, padded: bool = False, in_turns_with: float | None = None) -> tuple[Tensor, Tensor]:
+    """A larger buffer of a value, or of two in turns, and the part of it that holds a copy of the operand."""
+    batch, seqlen, heads, width = operand.shape
+    band = BAND_BYTES // operand.element_size()
+    tokens = seqlen + (PADDING_TOKENS if padded else 0)
+    buffer = torch.full((2 * band + batch * tokens * heads * width,), value, dtype=operand.dtype, device=operand.device)
+    if in_turns_with is not None:
+        buffer[1::2] = in_turns_with
+    view = buffer[band : band + batch * tokens * heads * width].view(batch, tokens, heads, width)[:, :seqlen]
+    view.copy_(operand)
+    return buffer, view
 
 
 class Surrounded:
-    """An operand's copy inside a larger buffer of a value, or of two in turns; `view` is the operand, `damage` what happened around it."""
+    """An operand's copy that is watched: `view` is the operand inside a larger buffer, `damage` what happened to both."""
 
     def __init__(self, operand: Tensor, value: float, padded: bool = False, in_turns_with: float | None = None) -> None:
-        batch, seqlen, heads, width = operand.shape
-        band = BAND_BYTES // operand.element_size()
-        tokens = seqlen + (PADDING_TOKENS if padded else 0)
-        self.buffer = torch.full((2 * band + batch * tokens * heads * width,), value, dtype=operand.dtype, device=operand.device)
-        if in_turns_with is not None:
-            self.buffer[1::2] = in_turns_with
-        inner = self.buffer[band : band + batch * tokens * heads * width].view(batch, tokens, heads, width)
-        self.view = inner[:, :seqlen]
-        self.view.copy_(operand)
+        self.buffer, self.view = surround(operand, value, padded, in_turns_with)
         self._before = self.buffer.clone()
 
     def damage(self) -> tuple[str, int] | None:

@@ -63,7 +63,8 @@ class Operands:
         self.q_most, self.do_most = (self._largest(x.flatten(1)) for x in (self.q_norm2, self.do_norm2))
         # A kernel may fold the scale into dS before it rounds it.
         self.flush_ds = rounding.flush and rounding.flush / min(self.scale, 1.0)
-        self.shared_do = self.shared_query(self.do).square().sum(-1)  # [batch * heads_kv, 1]
+        self.mean_do = self.shared_query(self.do)
+        self.shared_do = self.mean_do.square().sum(-1)  # [batch * heads_kv, 1]
         # Only where the queries' do have much in common can a key's dS be alike, or its errors in P add up in dv.
         self.may_be_alike = rounding.ratio < 1 and bool((self.shared_do > ALIKE).any())
         # What a term of dq or dk may lose at most, over the key's or query's norm: P times dP - D, and dS.
@@ -191,8 +192,7 @@ class Operands:
 def _is_flat(x: Tensor) -> Tensor:
     """Whether the entries of each vector have about one size, so that bf16 and fp16 leave them few values."""
     sizes = x.abs().float()
-    mean = sizes.mean(-1)
-    return sizes.square().mean(-1) - mean.square() <= (FLAT * mean).square()
+    return sizes.square().mean(-1) <= (1 + FLAT**2) * sizes.mean(-1).square()
 
 
 def _covariance(x: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def _covariance(x: Tensor) -> Tensor:
     some = x[:, :: max(1, x.shape[1] // SOME)].to(torch.promote_types(x.dtype, torch.float32))
     if some.shape[1] < 2:  # no others to be alike with
         return (torch.eye(x.shape[2], dtype=some.dtype, device=x.device) * FAR).expand(len(x), -1, -1)
-    apart = some - some.mean(1, keepdim=True)
+    apart = (some - some.mean(1, keepdim=True)).float()  # fp64 would be a fifth of a small reference's products
     return apart.mT @ apart / (some.shape[1] - 1)
 
 

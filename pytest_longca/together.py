@@ -22,6 +22,7 @@ from pytest_longca.hazards import (
     of_neighbour,
     run_on_other_values,
     soil_recycled_memory,
+    surround,
     unequal,
 )
 from pytest_longca.inputs import Inputs
@@ -105,7 +106,7 @@ class Together:
         """Right after the other case's backward: a new call, with NaN wherever it may not read."""
         nan = float("nan")
         soil_recycled_memory(self.subject, nan)
-        views = (Surrounded(getattr(self.subject.inputs, name), nan, padded=True).view for name in OPERANDS)
+        views = (surround(getattr(self.subject.inputs, name), nan, padded=True)[1] for name in OPERANDS)
         return self.subject.run(self.subject.case, Inputs(*views))
 
     def _guarded(self, surrounded: dict[str, Surrounded]) -> Result:

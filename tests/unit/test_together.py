@@ -1,5 +1,6 @@
 """Circumstances together: few calls where nothing is wrong, and what is wrong is told by the check that it belongs to."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from pytest_longca.checks import verify
 from pytest_longca.errors import DidNotRun
 from pytest_longca.faults import FAULTS
 from pytest_longca.faulty import Bind, Fresh, Grads, Hooked, make_faulty
+from pytest_longca.hazards import RECYCLED_COPIES, soil_recycled_memory
 from pytest_longca.inputs import Inputs
 from pytest_longca.kernel import Call, Kernel
 from pytest_longca.kernels.naive import Naive
@@ -21,6 +23,7 @@ from pytest_longca.masks.regular import Causal
 from pytest_longca.outcome import Crashed, Passed, Unsupported, Wrong
 from pytest_longca.subject import Malformed, Subject
 from pytest_longca.together import Together
+from tests.unit.dispatched import Dispatched
 
 CASE = Case(mask=Causal(20, 20), batch=2, heads_q=4, heads_kv=2, head_dim=16)
 
@@ -75,6 +78,24 @@ def test_a_slow_kernel_is_called_five_times(monkeypatch: pytest.MonkeyPatch) -> 
     assert (len(forward), len(backward)) == (5, 5)
 
 
+@pytest.mark.parametrize(("dtype", "most"), [("fp32", 3550), ("bf16", 3620), ("fp16", 3880)])
+def test_an_example_of_a_right_kernel_takes_few_operations(dtype: str, most: int) -> None:
+    """Calls, references of the case and of its neighbour, judging: what a GPU's host is busy with."""
+    case = replace(CASE, dtype=dtype, seed=2024)  # whose references no other test has made
+    with Dispatched() as calls:
+        verify(Naive(), case, CPU, DEFAULT)
+    assert calls.count.total() <= most, str(calls)
+    assert calls.count["aten._local_scalar_dense.default"] <= 4, "numbers that are asked for one by one"
+
+
+def test_recycled_memory_is_filled_in_few_operations() -> None:
+    subject = Subject(Naive(), CASE, CPU)
+    with Dispatched() as calls:
+        soil_recycled_memory(subject, math.nan)
+    assert calls.count["aten.empty.memory_format"] == 5 * RECYCLED_COPIES
+    assert calls.count.total() == 5 * RECYCLED_COPIES + 4, str(calls)
+
+
 @pytest.mark.parametrize("compiles_per_shape", [False, True])
 @pytest.mark.parametrize("direction", [Direction.FWD, Direction.FWD_BWD])
 def test_a_right_kernel_is_quiet(direction: Direction, compiles_per_shape: bool) -> None:
@@ -103,6 +124,7 @@ def test_a_right_kernel_is_quiet(direction: Direction, compiles_per_shape: bool)
     ],
 )
 def test_what_is_found_together_is_told_by_the_check_whose_circumstance_it_is(fault: str, check: str, case: Case) -> None:
+    assert Subject(Naive(), case, CPU).is_right  # so that its truth is known before a fault writes to the operands
     found = Together(Subject(FAULTS[fault].plant(Naive()), case, CPU)).found
     verification = verify(FAULTS[fault].plant(Naive()), case, CPU)
     assert found, "no check would have made calls of its own"
@@ -141,6 +163,12 @@ def raising(error: Exception) -> Callable[[torch.Tensor], torch.Tensor]:
         raise error
 
     return act
+
+
+def test_a_kernel_that_writes_to_its_operands_leaves_no_wrong_truth_to_the_next_one() -> None:
+    case = replace(CASE, seed=2025)  # whose reference is made after the faulty kernel's call
+    assert isinstance(verify(FAULTS["q_changed_in_place"].plant(Naive()), case, CPU, DEFAULT).outcome, Wrong)
+    assert verify(Naive(), case, CPU, DEFAULT).outcome == Passed()
 
 
 def test_a_later_call_that_crashes_ends_the_case() -> None:
