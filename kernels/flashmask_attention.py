@@ -36,7 +36,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float,
         q, _streamed(k, tile, tma), _streamed(v, tile, tma), out, lse,
         plan.rows, plan.runs, plan.fwd.items, *order, heads_q, heads_q // k.shape[2],
         _blocks(seqlen_q, tile), seqlen_q, k.shape[1], seqlen_q, scale * LOG2_E, *strides,
-        BLOCK_M=tile.block, BLOCK_N=tile.step, PIECES=plan.row_pieces, **_constants(q, v, tma), **_options(tile),
+        BLOCK_M=tile.block, BLOCK_N=tile.step, PIECES=plan.row_pieces, HELD=tile.held, **_constants(q, v, tma), **_options(tile),
     )  # fmt: skip
     return out, lse
 
@@ -68,7 +68,7 @@ def _launch_dq(
         q, _streamed(k, tile, tma), _streamed(v, tile, tma), out, do, dq, lse, stats,
         plan.rows, plan.runs, schedule.items, *order, heads_q, group, _blocks(seqlen_q, tile),
         seqlen_q, k.shape[1], seqlen_q, stats.shape[-1], stats.numel() // 2, scale * LOG2_E, scale, *strides,
-        BLOCK_M=tile.block, BLOCK_N=tile.step, PIECES=plan.row_pieces, **_constants(q, v, tma), **_options(tile),
+        BLOCK_M=tile.block, BLOCK_N=tile.step, PIECES=plan.row_pieces, HELD=tile.held, **_constants(q, v, tma), **_options(tile),
     )  # fmt: skip
 
 

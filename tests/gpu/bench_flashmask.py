@@ -47,16 +47,14 @@ SWEEP_SHARE = 0.7
 
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "fwd": (
-        Tile(128, 64, 8, 2, 128), Tile(128, 128, 8, 2), Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 3, 128),
-        Tile(64, 64, 4, 2), Tile(64, 64, 4, 3),
+        Tile(128, 64, 8, 2, 128), Tile(128, 64, 8, 2, 128, held=True), Tile(64, 64, 4, 2, held=True), Tile(64, 128, 4, 1),
+        Tile(64, 128, 4, 1, held=True), Tile(128, 128, 8, 1, held=True), Tile(128, 128, 8, 2), Tile(64, 64, 4, 2),
     ),
     "dq": (
-        Tile(64, 64, 4, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 64, 8, 4), Tile(128, 128, 8, 2), Tile(128, 128, 8, 1),
+        Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, held=True), Tile(128, 64, 8, 2, held=True), Tile(128, 64, 8, 3, held=True),
+        Tile(64, 64, 4, 1, 168), Tile(64, 32, 4, 2, 168), Tile(128, 64, 8, 3),
     ),
-    "dkdv": (
-        Tile(64, 64, 4, 2, early=True), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(128, 64, 8, 2, early=True), Tile(128, 64, 8, 3),
-        Tile(128, 32, 8, 2, early=True),
-    ),
+    "dkdv": (Tile(64, 64, 4, 2, early=True), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3, early=True), Tile(128, 64, 8, 3)),
 }  # fmt: skip
 """Tiles that compile for Hopper at head_dim 128 without spilling more than a few registers. First, what is used now."""
 
@@ -131,7 +129,7 @@ def geomean(values: list[float]) -> float:
 
 def tile_name(tile: Tile) -> str:
     limit = f"r{tile.max_registers}" if tile.max_registers else ""
-    return f"{tile.block}x{tile.step}w{tile.num_warps}s{tile.num_stages}{limit}{'e' if tile.early else ''}"
+    return f"{tile.block}x{tile.step}w{tile.num_warps}s{tile.num_stages}{limit}{'e' if tile.early else ''}{'h' if tile.held else ''}"
 
 
 def runners(case: Case, x: Inputs, launch: Launch) -> dict[str, Callable[[], object]]:
@@ -189,10 +187,10 @@ def verified(bench: Bench, part: str, base: Launch) -> list[Launch]:
     return good
 
 
-def sweep(bench: Bench, base: Launch, seqlens: list[int]) -> Launch:
-    """Time every verified candidate of each kernel on every mask; the best by geometric mean over masks and lengths."""
+def sweep(bench: Bench, base: Launch, parts: list[str], seqlens: list[int]) -> Launch:
+    """Time every verified candidate of these kernels on every mask; the best by geometric mean over masks and lengths."""
     best = base
-    for part in PARTS:
+    for part in parts:
         good = verified(bench, part, base)
         scores: dict[str, list[float]] = {label(part, launch): [] for launch in good}
         for seqlen in seqlens:
@@ -342,6 +340,7 @@ def main() -> None:
     parser.add_argument("--heads", default="64:8")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--sweep", action="store_true", help="time every candidate tile first, and compare with the best")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help="of the sweep (default: fwd,dq,dkdv)")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--processes", type=int, default=10)
     parser.add_argument("--out", type=Path, help="a JSON file for all times")
@@ -355,7 +354,7 @@ def main() -> None:
     seqlens = [int(n) for n in args.seqlens.split(",")]
     began = time.monotonic()
     base = choose_launch(args.head_dim, torch.bfloat16, torch.device("cuda"))
-    own = [f"{part}:{i}" for part in PARTS for i in range(len(list(launches(part, base))))] if args.sweep else []
+    own = [f"{part}:{i}" for part in args.parts for i in range(len(list(launches(part, base))))] if args.sweep else []
     wanted = {int(n): tuple(names.split(",")) if names else STATIC for n, _, names in (item.partition(":") for item in args.compare)}
     flex = [bench.case(name, n) for n, names in wanted.items() for name in names]
     warm_all(bench, flex, own, args.processes)
@@ -364,7 +363,7 @@ def main() -> None:
     best = base
     if args.sweep:
         end, bench.deadline = bench.deadline, began + 60 * args.minutes * SWEEP_SHARE
-        best = sweep(bench, base, seqlens)
+        best = sweep(bench, base, args.parts, seqlens)
         bench.save(args.out)
         sweep_order(bench, best, seqlens)
         bench.deadline = end
