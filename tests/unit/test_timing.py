@@ -176,12 +176,12 @@ def test_each_step_has_as_many_turns(num_steps: int, each: int) -> None:
 
 
 class Compiled(Naive):
-    """Its first call costs ten seconds of a made-up time, later ones 2 ms, and a plan 5 ms."""
+    """Its first call costs ten seconds of a made-up time, later ones 2 ms or what is asked for, and a plan 5 ms."""
 
     name = "compiled"
 
-    def __init__(self, clock: SimpleNamespace) -> None:
-        self.clock, self.is_compiled = clock, False
+    def __init__(self, clock: SimpleNamespace, call_s: float = 0.002) -> None:
+        self.clock, self.call_s, self.calls, self.is_compiled = clock, call_s, 0, False
 
     def bind(self, case: Case, inputs: Inputs) -> Call:
         self.clock.now += 0.005
@@ -190,8 +190,8 @@ class Compiled(Naive):
         function = call.function
 
         def attention(*qkv: torch.Tensor) -> Any:
-            self.clock.now += 0.002 if self.is_compiled else 10.0
-            self.is_compiled = True
+            self.clock.now += self.call_s if self.is_compiled else 10.0
+            self.is_compiled, self.calls = True, self.calls + 1
             return function(*qkv)
 
         call.function = attention
@@ -201,10 +201,22 @@ class Compiled(Naive):
 CASE = Case(mask=Causal(8, 8), head_dim=8, direction=Direction.FWD)
 
 
-def test_compilation_and_plan_are_apart_and_in_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time that timing reads."""
     clock = SimpleNamespace(now=0.0)
     clock.perf_counter = lambda: clock.now
     monkeypatch.setattr(timing, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize(("call_s", "untimed"), [(0.002, 7), (0.2, 5)])
+def test_a_long_call_is_made_less_often_before_it_is_sampled(clock: SimpleNamespace, call_s: float, untimed: int) -> None:
+    kernel = Compiled(clock, call_s)
+    assert kernel.calls == untimed + len(time_case(kernel, CASE, CPU, Effort(min_samples=10)).samples_ms)
+
+
+def test_compilation_and_plan_are_apart_and_in_no_sample(clock: SimpleNamespace) -> None:
     found = time_case(Compiled(clock), CASE, CPU, Effort(min_samples=10))
     assert found.samples_ms == pytest.approx([2.0] * 10)
     assert found.compile_ms == pytest.approx(9998.0)
