@@ -56,8 +56,11 @@ SDPA_MASKS = ("full", "causal")
 """Elsewhere SDPA would need a dense mask of seqlen^2, which is no comparison."""
 SLOW_TO_START = "cudnn_flex"
 """Compiles for half a minute in every process, whatever the mask, and keeps nothing on disk: done while the others verify."""
-MEMORY_FACTOR = 10
-"""Judging a case takes up to so many times its operands and results: 40 GiB at 32K with 64:64 heads, nearly all of it the reference's."""
+MEMORY_FACTOR, WARM_FACTOR = 10, 2
+"""Judging a case takes up to so many times its operands and results: 40 GiB at 32K with 64:64 heads, nearly all of it the reference's.
+
+Running one, so that it is compiled, takes less.
+"""
 CHECK_SHARE = 0.45
 """How much of the time the verification may take."""
 TILE, TILE_LIMIT = 128, 0.05
@@ -146,8 +149,9 @@ def check_all(args: argparse.Namespace, deadline: float) -> list[dict[str, Any]]
 
 
 def num_processes(args: argparse.Namespace, machine: Machine) -> int:
-    """How many processes check at once: as many as were asked for, if the longest case that they judge fits the device so often."""
-    each = MEMORY_FACTOR * least_bytes(sizes_of(args).case("full", max(args.check_seqlens)))
+    """How many processes check at once: as many as were asked for, if the longest cases that they judge and compile fit so often."""
+    judged, compiled = (least_bytes(sizes_of(args).case("full", max(seqlens))) for seqlens in (args.check_seqlens, args.seqlens))
+    each = MEMORY_FACTOR * judged + WARM_FACTOR * compiled
     return max(1, min(args.processes, machine.memory_bytes // each)) if machine.memory_bytes else int(args.processes)
 
 

@@ -31,6 +31,7 @@ EXAMPLES, MAPS = (f"{DRAWN} --longca-examples={number} --maxschedchunk=1" for nu
 SIMULATED = "-m pytest_longca.parallel.bench --budget 0.5 --samples 3 --minutes 3.2 --json {out}"
 RANK, RANKS = f"{SIMULATED} --warmup 0 --simulate-world 8 --simulate-ranks 3", f"{SIMULATED} --warmup 1 --simulate-world 64"
 DENSE = "{root}/tests/gpu/bench_dense.py --processes 12 --records {out}"
+TILES = "{root}/tests/gpu/bench_flashmask.py --sweep --parts fwd,dq --out {out}"
 REGULAR = "full,causal,full_sliding_window,causal_sliding_window,full_document,causal_document"
 DENSITY = "{root}/tests/gpu/bench_sparse.py --do density --json {out}"
 SPARSE = "vsa_triton,vsa,cudnn_sparse,fa2_sparse,flashinfer"
@@ -61,7 +62,8 @@ TIMINGS = (
     Job("calls", 60, "{root}/tests/gpu/bench_calls.py --kernels fa3,cudnn,cudnn_sparse --minutes 0.9 --figures {out}"),
     Job("fa3", 110, f"{DENSE} --kernels flex,fa2,fa3 --masks {REGULAR} --minutes 1.7"),
     Job("gate", 320, "{root}/tests/gpu/bench_gate.py --minutes 5 --out {out}"),
-    Job("naive", 60, f"{DRAWN} --longca-examples=500 --longca-masks=causal,causal_document --longca-kernels=naive"),
+    Job("naive", 60, f"{DRAWN} --longca-examples=250 --longca-masks=static --longca-kernels=naive --maxschedchunk=1", 1.0),
+    Job("tiles", 240, f"{TILES} --heads 64:64 --compare 8192 32768 --minutes 3.8"),
     Job("density", 240, f"{DENSITY} --kernels {SPARSE} --lengths 32768 --minutes 3.9"),
     Job("density_long", 260, f"{DENSITY} --kernels vsa_triton,vsa,cudnn_sparse --sizes 64 --lengths 131072,65536 --minutes 4.2"),
     Job("mha", 320, f"{DENSE} --heads 64:64 --minutes 5.2"),
