@@ -129,7 +129,8 @@ class Bench:
             raise DidNotRun(NotVerified("right on a short case, but not timed: ranks share a GPU"))
         measured = measure_alone(self.world, case, kernel, self.settings.effort)
         self.alone_ms[tokens, mask, name] = _medians(measured)
-        return Result(case, measured, None, {"what": "the kernel alone, a rank's share of the heads"})
+        facts = {"what": "the kernel alone, a rank's share of the heads"}
+        return Result(case, measured, None, facts | {f"alone_{direction}_ms": ms for direction, ms in _medians(measured).items()})
 
     def _alone_around(self, tokens: int, mask: str, name: str, kernel: BlockKernel) -> dict[str, float]:
         """Milliseconds of the kernel alone, the mean of before and after what was just timed: devices drift as they warm up."""
@@ -154,7 +155,8 @@ class Bench:
         if self.is_simulated:
             ranks = self.settings.simulated_ranks
             shares = [simulate(rank, case, sharing, kernel, self.settings.effort, self.world.device, shards) for rank in ranks]
-            return Result(case, slowest_of(shares), sharing, facts | {"simulated_ranks": list(ranks), "communication": "off"})
+            facts |= {"simulated_ranks": list(ranks), "communication": "off"} | self._alone_around(tokens, mask, name, kernel)
+            return Result(case, slowest_of(shares), sharing, facts)
         measured = measure(self.world, case, sharing, kernel, self.settings.effort, shards)
         facts |= self._alone_around(tokens, mask, name, kernel)
         if (
@@ -178,10 +180,16 @@ class Bench:
         for peer in PEERS:
             if mask in peer.masks and peer.package in self.settings.peers:
                 body = partial(measure_peer, peer, self._peer_world, case, effort)
-                self._cell(tokens, mask, "fa2", peer.name, lambda body=body: Result(case, body(), None, {"what": "a peer"}))  # type: ignore[misc]  # bound early
+                self._cell(tokens, mask, "fa2", peer.name, partial(self._peer, tokens, mask, body))
         if mask in ("full", "causal") and "torch" in self.settings.peers and not self.is_simulated:
             body = partial(measure_torch, self.world, case, effort)
             self._cell(tokens, mask, "sdpa flash", "torch context_parallel", lambda: Result(case, body(), None, {"what": "a peer"}))
+
+    def _peer(self, tokens: int, mask: str, body: Callable[[], Measured]) -> Result:
+        """A peer, and its kernel alone around it where that was measured."""
+        case, measured, facts = self.settings.case(mask, tokens), body(), {"what": "a peer"}
+        around = self._alone_around(tokens, mask, "fa2", self._kernel("fa2", case)) if (tokens, mask, "fa2") in self.alone_ms else {}
+        return Result(case, measured, None, facts | around)
 
     @property
     def _peer_world(self) -> World:
@@ -240,7 +248,7 @@ class Bench:
                 continue
             flop = case.flop(Direction(direction)) // (1 if what == "alone" else self.settings.world)
             rate = flop / result.median_ms(direction) / 1e9
-            alone_ms = facts.get(f"alone_{direction}_ms") or self.alone_ms.get((tokens, mask, kernel), {}).get(direction)
+            alone_ms = facts.get(f"alone_{direction}_ms")
             share = alone_ms / result.median_ms(direction) if alone_ms else None  # the same work
             setattr(row, direction, f"{rate:.1f}" + (f" ({share:.1%})" if share and what != "alone" else ""))
             self._write(

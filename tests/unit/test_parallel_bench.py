@@ -1,6 +1,7 @@
 """The benchmark's command on the CPU: its table, its records, its refusals; the model's arithmetic."""
 
 import io
+import itertools
 import json
 import os
 import statistics
@@ -15,9 +16,9 @@ import torch.distributed as dist
 
 from pytest_longca.case import Case
 from pytest_longca.catalogue import MASKS, load
-from pytest_longca.parallel import model
+from pytest_longca.parallel import bench, model
 from pytest_longca.parallel.bench import main
-from pytest_longca.parallel.kernel import find_block_kernel
+from pytest_longca.parallel.kernel import NaiveBlock, find_block_kernel
 from pytest_longca.parallel.links import Link, fit
 from pytest_longca.parallel.mechanisms import MECHANISMS, Heads, Mesh
 from pytest_longca.parallel.model import (
@@ -33,7 +34,7 @@ from pytest_longca.parallel.model import (
 )
 from pytest_longca.parallel.peers import own_data_received
 from pytest_longca.parallel.setup import Sharing, bind, head_groups
-from pytest_longca.parallel.timing import share_inputs
+from pytest_longca.parallel.timing import Measured, share_inputs
 from pytest_longca.parallel.world import World
 from pytest_longca.report.record import Record
 
@@ -81,6 +82,29 @@ def test_simulated_world_measures_every_mechanism_and_layout(tmp_path: Path) -> 
     first = json.loads(path.read_text().splitlines()[0])
     assert first["schema"] == 1 and len(first["facts"]["date"].split("-")) == 3
     assert first["command"].startswith("python -m pytest_longca.parallel.bench --kernels=naive --tokens=16")
+
+
+def test_share_is_of_the_mean_of_the_kernel_alone_before_and_after_also_of_simulated_ranks_and_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device under its power cap drifts by some per cent in a run of minutes."""
+    slower = itertools.count(10)
+
+    def drifting(*_: object) -> Measured:
+        return Measured([float(next(slower))] * 3, [], None)
+
+    for place in ("bench.measure_alone", "peers.measure_peer"):
+        monkeypatch.setattr(f"pytest_longca.parallel.{place}", drifting)
+    monkeypatch.setattr(bench, "find_block_kernel", lambda name: NaiveBlock())
+    path = tmp_path / "cp.jsonl"
+    run = ("--kernels=fa2", "--mechanisms=ring_p2p,usp", "--masks=full", "--peers=yunchang", "--simulate-world=2", "--simulate-ranks=0")
+    assert main([*SMALL, *run, f"--json={path}"], io.StringIO()) == 0
+    found = {record.mechanism: record for record in records(path) if record.direction == "fwd"}
+    around = {name: record.facts["alone_fwd_ms"] for name, record in found.items()}
+    peer = (12 + 14) / 2  # it has 13 itself
+    assert around == {"alone": 10, "ring_p2p": (10 + 11) / 2, "usp": (11 + 12) / 2, "yunchang ulysses": peer}
+    for name, record in found.items():
+        assert record.facts["of_alone"] == pytest.approx(around[name] / statistics.median(record.samples_ms or ()))
 
 
 @pytest.fixture
