@@ -252,14 +252,22 @@ def command() -> str:
 
 
 def markdown(file: Path) -> str:
-    """The records of a file as a table: kernels in columns, TFLOP/s forward, then backward, then the milliseconds of the plan for both."""
+    """The records of a file as a table: kernels in columns, TFLOP/s forward, then backward, then the milliseconds of the plan.
+
+    That is the plan of the backward, which serves both, where there is one.
+    """
     records = [Record.from_line(line) for line in file.read_text(encoding="utf-8").splitlines()]
     kernels = list(dict.fromkeys(record.kernel for record in records))
     lines = [f"| tokens | heads | block | density | {' | '.join(f'`{name}`' for name in kernels)} |", "|---" * (4 + len(kernels)) + "|"]
     sections = {
         "forward": [(record, speed_of(record)) for record in records if record.direction == "fwd"],
         "backward": [(record, speed_of(record)) for record in records if record.direction == "bwd"],
-        "plan, ms": [(record, f"{record.plan_ms:.1f}") for record in records if record.direction == "bwd" and record.plan_ms is not None],
+        "plan, ms": [
+            (record, f"{record.plan_ms:.1f}")
+            for direction in ("fwd", "bwd")
+            for record in records
+            if record.direction == direction and record.plan_ms is not None
+        ],
     }
     for name, found in sections.items():
         lines.append(f"| {name} |" + " |" * (3 + len(kernels)))
