@@ -248,7 +248,8 @@ class Session:
     def timeout_s(self, kernel: str, case: "Case | None") -> float:
         """How long one case of the kernel may take before it counts as a hang: longer for one that compiles, and for much work."""
         candidate = self.catalogue.kernel(kernel)
-        compiles = candidate.compiles_per_shape or candidate.compiles_to_disk(self.machine)
+        per_head_dim = candidate.compiles_per_head_dim and self.machine.device == "cuda"
+        compiles = candidate.compiles_per_shape or per_head_dim or candidate.compiles_to_disk(self.machine)
         return patience_s(self.options.timeout, compiles, case.flop() if case else 0, self.machine.device)
 
     def verify(self, kernel: str, case: "Case", checks: Iterable[str]) -> "Verification":

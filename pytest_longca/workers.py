@@ -17,7 +17,7 @@ from pytest_longca.sources import Source
 
 START_TIMEOUT_S = 120.0
 COMPILE_TIMEOUT_S = 240.0
-"""What a case of a kernel that compiles has beyond --longca-timeout: its checks compile up to ten graphs, seconds each."""
+"""What a case of a kernel that compiles has beyond --longca-timeout, for up to ten graphs of seconds each or a module of minutes."""
 
 
 PATIENCE_FLOP_PER_S = {"cpu": 1e9, "cuda": 1e13}

@@ -11,6 +11,7 @@ from pytest_longca.catalogue import MASKS
 from pytest_longca.errors import InvalidArgument
 from pytest_longca.ids import parse_case
 from pytest_longca.kernel import Capabilities, Kernel
+from pytest_longca.kernels.flashinfer import FlashInfer
 from pytest_longca.kernels.flashmask import FlashMask
 from pytest_longca.kernels.naive import Naive
 from pytest_longca.machine import CPU, H200, Machine
@@ -174,6 +175,12 @@ def test_a_kernel_that_compiles_for_each_head_dim_gets_few_on_a_gpu(mask: str, s
     assert len(unequal) == 1 and unequal.isdisjoint({64, 128})
     assert len({case.dtype for case in found}) == 3 and len({case.group for case in found}) >= 2
     assert len({case.seqlen_q for case in found}) > 40 and max(case.seqlen_q for case in found) > ORDINARY_LENGTH
+
+
+@pytest.mark.parametrize("mask", ["uniform_block", "variable_block"])
+def test_flashinfer_whose_every_head_dim_and_dtype_takes_nvcc_a_minute_has_few(mask: str) -> None:
+    found = drawn(cases([mask], FlashInfer(), H200), 100)
+    assert {case.head_dim for case in found} == {64, 128, 256} and len({(case.head_dim, case.dtype) for case in found}) <= 4
 
 
 def test_masks_and_seeds_have_other_head_dims_and_a_cpu_has_all() -> None:

@@ -8,18 +8,23 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pytest_longca.case import Case
+from pytest_longca.catalogue import KERNELS, load
 from pytest_longca.errors import DidNotRun, LongcaError
+from pytest_longca.machine import CPU, H200, Machine
 from pytest_longca.masks.regular import Causal, Full
+from pytest_longca.options import Options
 from pytest_longca.outcome import Crashed, TimedOut
+from pytest_longca.session import Session
 from pytest_longca.sources import Source
 from pytest_longca.warming import Run, run_all
-from pytest_longca.workers import Worker, patience_s
+from pytest_longca.workers import COMPILE_TIMEOUT_S, Worker, patience_s
 
 JOBS = """
 import ctypes, os, sys, time
@@ -190,3 +195,16 @@ def test_long_case_and_one_that_compiles_have_more_time() -> None:
     assert patience_s(120.0, False, long.flop(), "cuda") > 120 + 20 * long.flop() / 300e12
     assert patience_s(120.0, False, small.flop(), "cpu") == pytest.approx(120.0, abs=0.1)
     assert patience_s(120.0, True, small.flop(), "cuda") == pytest.approx(360.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "machine", "compiles"),
+    [("flex", H200, True), ("vsa_triton", H200, True), ("flashinfer", H200, True), ("fa2", H200, False), ("cudnn_sparse", CPU, False)],
+)
+def test_a_kernel_that_compiles_has_more_time_whatever_it_compiles_for(kernel: str, machine: Machine, compiles: bool) -> None:
+    class Here(Session):
+        catalogue = types.SimpleNamespace(kernel=lambda name: load(KERNELS[name])())
+
+    here = Here(Options({"timeout": 120.0, "budget": None}), None)
+    here.machine = machine
+    assert here.timeout_s(kernel, None) == 120.0 + COMPILE_TIMEOUT_S * compiles
