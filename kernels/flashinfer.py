@@ -6,7 +6,8 @@ Masks: uniform and variable blocks; the query heads of a group share a map. The 
 minute with nvcc) belong to `bind`. Layout: tokens first (shared map) or heads first; copied. One batch element a call, in a loop.
 Dtypes: bf16, fp16. Head dims: 64, 128, 256. GQA: yes. Directions: forward. Architectures: from sm80. Determinism: yes.
 lse: upstream's is in base 2, and its minus infinity is -50000 (`math::inf` in its math.cuh), which a row that sees nothing gets beside an
-out of 0: made -inf here. A map that selects nothing at all is refused: the plan fails on it.
+out of 0: made -inf here. Up to 0.6.17 what is masked has that value as its product of q and k before the scale, so that a row whose every
+product lies below may lose all its keys: a known failure. A map that selects nothing at all is refused: the plan fails on it.
 """
 
 import math
@@ -28,7 +29,7 @@ WORKSPACE_BYTES = 128 * 2**20
 INT_WORKSPACE_BYTES = 64 * 2**20
 """The wrapper's own 8 MiB end at some ten thousand rows of blocks."""
 LOWEST_LOG2 = -5e4
-"""What the library writes for the lse of a row that sees nothing: its running maximum starts there, and never left."""
+"""What the library writes for the lse of a row that sees nothing."""
 MAX_ROWS = 32768
 """Entries of the wrapper's buffer of row lengths: one for each row of blocks, of each key/value head where maps differ."""
 

@@ -69,7 +69,7 @@ def reads_many_key_blocks(case: Case) -> bool:
 
 
 def has_scores_far_from_zero(case: Case) -> bool:
-    """Whether scores are so large (near -60000) that one rounding to bf16 shifts them by tens."""
+    """Whether all scores are near -60000: one rounding to bf16 shifts them by tens, and a finite minus infinity may lie above them."""
     return case.values is Values.SENTINEL
 
 

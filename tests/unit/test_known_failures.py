@@ -267,6 +267,29 @@ def test_what_is_excused_of_fastvideos_kernels(
     assert (found.name if found else None) == name
 
 
+LOST = f"truth: out: {PLACE} error 8.11 is 8.19 times its limit 0.99; 1 of 1 rows are beyond their limits, in rows 0 to 0; it is all zeros"
+
+
+@pytest.mark.parametrize(
+    ("values", "reason", "is_known"),
+    [
+        ("sentinel", LOST, True),
+        ("sentinel", LOST.replace("out", "lse"), True),
+        ("sentinel", LOST.replace("error 8.11 is 8.19 times its limit 0.99", "holds NaN"), False),
+        ("low", LOST, False),
+    ],
+)
+@pytest.mark.parametrize(("version", "has_it"), [("0.6.6", True), ("0.6.17", True), ("0.6.18", False)])
+def test_flashinfer_is_excused_for_scores_below_its_minus_infinity_alone(
+    values: str, reason: str, is_known: bool, version: str, has_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = load_kernel(KERNELS["flashinfer"])()
+    monkeypatch.setattr(type(kernel), "version", lambda self: version)
+    case = parse_case(ONE_KEY.format(keys=1, values=values).replace("fwd_bwd", "fwd"))
+    found = find(kernel, case, H200, Wrong(reason))
+    assert (found is not None and found.name == "flashinfer-finite-minus-infinity") is (is_known and has_it)
+
+
 def test_entry_is_only_about_cases_with_its_property() -> None:
     known = entry(only="rows without keys")
     assert find(Fake(), CASE, H200, WRONG, [known]) is known
