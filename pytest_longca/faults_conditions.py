@@ -273,6 +273,7 @@ ROWS: list[tuple[str, str, str, str, Bind | Fresh]] = [
         "each call allows TF32 in all products of fp32",
         _leaves(lambda: torch.set_float32_matmul_precision("high")),
     ),
+    ("settings", "autocast_left", "full", "autocast stays on", _leaves(lambda: torch.set_autocast_enabled("cpu", True))),
     ("settings", "directory_left", "causal", "the working directory stays another", _leaves(lambda: os.chdir(os.sep))),
     ("generator", "seeded", "full", "each call seeds the global generator", _leaves(lambda: torch.manual_seed(0))),
     ("generator", "draws", "causal", "each call draws from the global generator", _leaves(lambda: torch.rand(()))),

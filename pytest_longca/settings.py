@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ SETTINGS: dict[str, tuple[Get, Set]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (torch.get_default_device, _set_default_device),
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "autocast on the CPU": (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+    "autocast on CUDA": (partial(torch.is_autocast_enabled, "cuda"), partial(torch.set_autocast_enabled, "cuda")),
+    "anomaly detection": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     "number of threads": (torch.get_num_threads, torch.set_num_threads),
     "deterministic debug mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     "flushing of denormals": (_flushes_denormals, torch.set_flush_denormal),
