@@ -240,10 +240,14 @@ def record_of(kernel: Kernel, case: Case, machine: Machine, outcome: Outcome, wo
     if timing is None:
         return Record(**about, facts=facts)
     return Record(
-        **about, samples_ms=timing.samples_ms, plan_ms=timing.plan_ms, launch_ms=timing.launch_ms,
-        compile_ms=None if math.isnan(timing.compile_ms) else timing.compile_ms, peak_bytes=timing.peak_bytes, clocks=timing.clocks,
+        **about, samples_ms=timing.samples_ms, plan_ms=timing.plan_ms, launch_ms=known(timing.launch_ms),
+        compile_ms=known(timing.compile_ms), peak_bytes=timing.peak_bytes, clocks=timing.clocks,
         facts={**timing.facts, "throttled_samples": timing.throttled, "late_samples": timing.late, **facts},
     )  # fmt: skip
+
+
+def known(ms: float) -> float | None:
+    return None if math.isnan(ms) else ms
 
 
 def command() -> str:

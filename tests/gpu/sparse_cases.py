@@ -23,8 +23,8 @@ SHARING = 8
 SMALL_SEQLEN, SMALL_HEADS = 1024, 16
 TUNING_GATE = 3.0
 """Error over limit from which a kernel or candidate computes something else. A wrong tile is hundreds of times beyond."""
-LONG_MS = 200.0
-"""A call so long needs no queue that is filled ahead, so its launches are not timed; nor is it made before the one whose memory counts."""
+LONG_MS, LONG_LAUNCH_MS = 200.0, 5.0
+"""Calls so long are not made before the one whose memory counts, and the queue before them is filled for any launch."""
 MARK = "\x1e"
 """Begins a line that a process tells another; str.splitlines would split there."""
 
@@ -57,7 +57,7 @@ def tflop_per_s(case: Case, timing: Timing) -> float:
 def timed(kernel: Kernel, case: Case, machine: Machine, effort: Effort) -> Timing:
     """`time_case` with no more calls than needed, as one of 128K tokens takes seconds: each is made twice, then sampled.
 
-    One that takes LONG_MS is made once, so that what its compilation took is not known: NaN.
+    One that takes LONG_MS is made once, and its launch is not timed, so that what it and its compilation took is not known: NaN.
     """
     inputs, clock = make_inputs(case, machine.device), CLOCKS[machine.device]()
 
@@ -69,12 +69,13 @@ def timed(kernel: Kernel, case: Case, machine: Machine, effort: Effort) -> Timin
     with kernel_errors(kernel.name):
         peak, (plan_ms, run_ms, call) = clock.peak(bound_and_run)
         if run_ms >= LONG_MS:
-            plan_ms, compile_ms, launch_ms = clock.wall(lambda: kernel.bind(case, inputs))[0], math.nan, 0.0
+            plan_ms, compile_ms, launch_ms = clock.wall(lambda: kernel.bind(case, inputs))[0], math.nan, math.nan
         else:
             first_ms = plan_ms + run_ms
             peak, (plan_ms, run_ms, call) = clock.peak(bound_and_run)
             compile_ms, launch_ms = max(0.0, first_ms - plan_ms - run_ms), clock.launch(_step(call, case, inputs))
-        samples = interleave(clock, [_step(call, case, inputs)], effort, run_ms, launch_ms)
+        ahead_ms = LONG_LAUNCH_MS if math.isnan(launch_ms) else launch_ms
+        samples = interleave(clock, [_step(call, case, inputs)], effort, run_ms, ahead_ms)
     return Timing(samples.of_steps[0], plan_ms, compile_ms, launch_ms, peak, samples.thrown, samples.late, samples.clocks, dict(call.facts))
 
 
