@@ -66,7 +66,11 @@ TIMINGS = (
     Job("tiles", 240, f"{TILES} --heads 64:64 --compare 8192 32768 --minutes 3.8"),
     Job("density", 240, f"{DENSITY} --kernels {SPARSE} --lengths 32768 --minutes 3.9"),
     Job("density_64k", 150, f"{DENSITY} --kernels {SPARSE} --lengths 65536 --minutes 2.4"),
-    Job("density_128k", 200, f"{DENSITY} --kernels vsa_triton,vsa,cudnn_sparse --sizes 64 --lengths 131072 --densities 1.0,0.8 --minutes 3.2"),
+    Job(
+        "density_128k",
+        200,
+        f"{DENSITY} --kernels vsa_triton,vsa,cudnn_sparse --sizes 64 --lengths 131072 --densities 1.0,0.8 --minutes 3.2",
+    ),
     Job("mha", 320, f"{DENSE} --heads 64:64 --minutes 5.2"),
     Job("simulated", 200, f"{RANK} --kernels fa2 --masks full,causal --tokens 32768 --peers ring-flash-attn,yunchang"),
     Job("simulated_fast", 140, f"{RANK} --kernels cudnn_flex --masks full,causal --tokens 32768"),
