@@ -155,6 +155,21 @@ def _second_backward_doubled(inner: Kernel, case: Case, inputs: Inputs) -> Call:
     return Hooked(inner.bind(case, inputs), after_backward=after_backward)
 
 
+def _first_do_kept(inner: Kernel, case: Case, inputs: Inputs) -> Call:
+    """The first backward after a forward keeps do, and those after it take that."""
+    kept: list[Tensor] = []
+
+    def after_forward(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        kept.clear()
+        return out, lse
+
+    def before_backward(do: Tensor) -> Tensor:
+        kept.append(do)
+        return kept[0]
+
+    return Hooked(inner.bind(case, inputs), after_forward=after_forward, before_backward=before_backward)
+
+
 def _second_forward_halved(inner: Kernel, case: Case, inputs: Inputs) -> Call:
     """The forward consumes what a second forward of the same call needs."""
     ran: list[int] = []
@@ -255,6 +270,7 @@ ROWS: list[tuple[str, str, str, str, Bind | Fresh]] = [
     ),
     ("state", "out_kept_by_address", "full", "out is kept by the operands' addresses", Fresh(_out_kept_by_address)),
     ("state", "backward_twice", "full", "a call's second backward gives more than its first", _second_backward_doubled),
+    ("state", "do_of_first", "full", "the second backward of a forward has the do of its first", _first_do_kept),
     ("state", "forward_twice", "causal", "a call's second forward gives less than its first", _second_forward_halved),
     ("settings", "default_dtype_left", "full", "the default dtype stays fp64", _leaves(lambda: torch.set_default_dtype(torch.float64))),
     ("settings", "default_device_left", "causal", "the default device stays another", _leaves(lambda: torch.set_default_device("meta"))),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pytest_longca.case import OPERANDS, Case, Layout, Values, named
-from pytest_longca.inputs import TORCH_DTYPES, Inputs, make_inputs, shapes, shares_memory
+from pytest_longca.inputs import TORCH_DTYPES, Inputs, distinct, laid_alike, make_inputs, shapes
 from pytest_longca.judge import Result
 from pytest_longca.mask import Mask
 from pytest_longca.subject import (
@@ -175,7 +175,8 @@ def layout(subject: Subject) -> list[Finding]:
 def repeat(subject: Subject, calls: int = 4) -> list[Finding]:
     """P7: the same call again, right every time and, where the kernel promises it, equal bit by bit.
 
-    Every other time it is not bound again: forward and backward of the call before run once more, as a loop that measures does.
+    Every other time it is not bound again: forward and backward of the call before run once more, as a loop that measures does, and
+    between the two a backward with another do.
     """
     findings: list[Finding] = []
     for number in range(2, 3 if subject.is_slow else calls + 2):
@@ -272,17 +273,6 @@ def refilled(subject: Subject) -> Result:
     held = Inputs(*(laid_alike(getattr(subject.inputs, name)) for name in OPERANDS))
     run_on_other_values(subject, held)
     return subject.run(subject.case, held)
-
-
-def laid_alike(operand: Tensor) -> Tensor:
-    """Memory of its own that is laid out as the operand, with any values."""
-    once = operand[distinct(operand)]
-    return torch.empty_strided(once.shape, once.stride(), dtype=operand.dtype, device=operand.device).expand(operand.shape)
-
-
-def distinct(operand: Tensor) -> tuple[slice, ...]:
-    """The part of an operand that has each element of its memory once: what heads or batch elements share cannot be written twice."""
-    return tuple(slice(0, 1) if shares_memory(operand, axis) else slice(None) for axis in range(operand.ndim))
 
 
 def run_on_other_values(subject: Subject, held: Inputs) -> None:

@@ -30,6 +30,17 @@ def shares_memory(x: Tensor, axis: int) -> bool:
     return x.stride(axis) == 0 or x.shape[axis] == 1
 
 
+def laid_alike(operand: Tensor) -> Tensor:
+    """Memory of its own that is laid out as the operand, with any values."""
+    once = operand[distinct(operand)]
+    return torch.empty_strided(once.shape, once.stride(), dtype=operand.dtype, device=operand.device).expand(operand.shape)
+
+
+def distinct(operand: Tensor) -> tuple[slice, ...]:
+    """The part of an operand that has each element of its memory once: what heads or batch elements share cannot be written twice."""
+    return tuple(slice(0, 1) if shares_memory(operand, axis) else slice(None) for axis in range(operand.ndim))
+
+
 def shapes(case: Case) -> dict[str, tuple[int, int, int, int]]:
     """The logical BSHD shape of each operand of a case."""
     return {

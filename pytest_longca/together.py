@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from pytest_longca.case import OPERANDS, named
 from pytest_longca.errors import DidNotRun
@@ -27,16 +26,25 @@ from pytest_longca.hazards import (
 )
 from pytest_longca.inputs import Inputs
 from pytest_longca.judge import Result
-from pytest_longca.kernel import Call
 from pytest_longca.outcome import Unsupported
 from pytest_longca.spent import KERNELS, spending
-from pytest_longca.subject import Finding, Malformed, Subject, as_result, finish_backward, finish_forward, kernel_errors, same_bits
+from pytest_longca.subject import (
+    Finding,
+    Malformed,
+    Subject,
+    as_result,
+    finish_backward,
+    finish_forward,
+    finish_second_backward,
+    kernel_errors,
+    same_bits,
+)
 
 TOGETHER = frozenset({"poison", "guard", "repeat", "state"})
 """The checks that have nothing to find where `Together.found` is nothing."""
 CIRCUMSTANCES = {
     "interleaved": "in call 2, with {other} between its forward and its backward",
-    "again": "in call 3, the same bound call again",
+    "again": "in call 3, the same bound call again, after a backward with another do",
     "poisoned": "in call 4, with NaN around the operands and in recycled memory, after {other}",
     "guarded": "in the last call, with huge values around the operands and in recycled memory{refilled}",
 }
@@ -122,7 +130,8 @@ class Together:
 def run_entangled(subject: Subject, other: Subject | None) -> tuple[list[Result], Result | None]:
     """A call's results, and those of another case's call whose forward is before its backward and whose backward after it.
 
-    In between, the call itself runs once more (a slow one does not), its backward twice: the results are of the first and the second time.
+    In between, the call itself runs once more (a slow one does not), its backward after one with another do: the results are of the first
+    and the second time.
     """
     others = [(other, other.inputs)] if other else []
     with spending(KERNELS), kernel_errors(subject.kernel.name):
@@ -130,17 +139,12 @@ def run_entangled(subject: Subject, other: Subject | None) -> tuple[list[Result]
         calls = [(other, other.kernel.bind(other.case, inputs)) for other, inputs in others]
         front = finish_forward(subject.case, call, subject.inputs.q)
         fronts = [finish_forward(other.case, its_call, other.inputs.q) for other, its_call in calls]
-        own = [as_result(call, *front, *_backward(subject, call))]
+        own = [as_result(call, *front, *finish_backward(subject.case, call, subject.inputs.do))]
         if not subject.is_slow:
             front = finish_forward(subject.case, call, subject.inputs.q)
-            _backward(subject, call)
-            own.append(as_result(call, *front, *_backward(subject, call)))
-        foreign = [as_result(its, *front, *_backward(other, its)) for (other, its), front in zip(calls, fronts, strict=True)]
+            own.append(as_result(call, *front, *finish_second_backward(subject.case, call, subject.inputs.do)))
+        pairs = zip(calls, fronts, strict=True)
+        foreign = [as_result(its, *front, *finish_backward(other.case, its, other.inputs.do)) for (other, its), front in pairs]
         if subject.machine.device == "cuda":
             torch.cuda.synchronize()
     return own, foreign[0] if foreign else None
-
-
-def _backward(subject: Subject, call: Call) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
-    """The call's gradients, if the case has a backward."""
-    return finish_backward(subject.case, call, subject.inputs.do)

@@ -114,6 +114,7 @@ def test_a_right_kernel_is_quiet(direction: Direction, compiles_per_shape: bool)
         ("draws", "guard", CASE),
         ("seeded", "guard", CASE),
         ("backward_twice", "repeat", CASE),
+        ("do_of_first", "repeat", CASE),
         ("forward_twice", "repeat", CASE),
         ("mask_cached_by_shape", "state", replace(CASE, mask=CausalDocument((9, 11)), seed=1)),
         ("mask_kept_by_longest", "state", replace(CASE, mask=CausalDocument((9, 11)))),
