@@ -12,7 +12,7 @@ from pytest_longca.parallel.comm import Block, Communicator
 from pytest_longca.parallel.heads import HeadExchange, WayBack
 from pytest_longca.parallel.kernel import BlockKernel
 from pytest_longca.parallel.lanes import Finish, Lanes, ahead
-from pytest_longca.parallel.merge import GradSum, OutSum, accumulation_dtype
+from pytest_longca.parallel.merge import GradSum, OutSum, accumulation_dtype, summed
 from pytest_longca.parallel.plan import Plan
 
 T = TypeVar("T")
@@ -82,26 +82,26 @@ class ContextParallel:
     def _blocks_backward(self, do: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> Finish[tuple[Tensor, Tensor]]:
         dq_total = GradSum(q)
 
-        def body(block: Block) -> Finish[Tensor | None]:
+        def body(block: Block) -> Finish[list[Tensor]]:
             step = self.plan.step(block.sources)
             if step is None:
-                return lambda: None
+                return list
             rows, keys, (k, v) = step.rows, step.keys, _split(block.data[step.keys], q.shape[-1])
             operands = do[rows], q[rows], k, v, out[rows], lse[:, rows], step.segment, self.scale
             finish = self._launch(("backward", step.segment, q.shape), partial(self.kernel.block_backward, *operands), block)
 
-            def grad() -> Tensor:
+            def grad() -> list[Tensor]:
                 dq, dk, dv = finish()
                 dq_total.add(rows, dq)
-                return _placed(dk, dv, keys, block.data)
+                return [_placed(dk, dv, keys, block.data)]
 
             return grad
 
         home = self.communicator.adjoint(Block(kv, (self.plan.own,)), body)
 
         def finish() -> tuple[Tensor, Tensor]:
-            dkv = home()
-            return dq_total.result(q.dtype), torch.zeros_like(kv) if dkv is None else dkv.to(kv.dtype)
+            parts = home()
+            return dq_total.result(q.dtype), summed(parts, kv.dtype) if parts else torch.zeros_like(kv)
 
         return finish
 

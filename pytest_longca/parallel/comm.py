@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pytest_longca.parallel.lanes import Finish
-from pytest_longca.parallel.merge import accumulation_dtype
+from pytest_longca.parallel.merge import accumulation_dtype, summed
 
 
 class Block(NamedTuple):
@@ -28,8 +28,8 @@ class Block(NamedTuple):
 Wait = Finish[Tensor]
 Message = tuple[Sequence[Tensor], Sequence[Tensor]]
 """What each rank is sent, and where what it sends is put."""
-Body = Callable[[Block], Finish[Tensor | None]]
-"""Launches a block's work, and finishes with the gradient of its rows in their dtype; None if it has none."""
+Body = Callable[[Block], Finish[list[Tensor]]]
+"""Launches a block's work, and finishes with what the gradient of its rows is the sum of: at most two tensors, none if it has none."""
 
 
 @dataclass(eq=False)
@@ -155,8 +155,11 @@ class Communicator(Protocol):
     def blocks(self, block: Block) -> Iterator[Block]:
         """Every rank's block, this rank's first."""
 
-    def adjoint(self, block: Block, body: Body) -> Finish[Tensor | None]:
-        """The gradient of this rank's block: `body`'s, summed over every rank that saw it; None if no rank did, as far as that is known."""
+    def adjoint(self, block: Block, body: Body) -> Finish[list[Tensor]]:
+        """What the gradient of this rank's block is the sum of: `body`'s of every rank that saw it, nothing if none did.
+
+        At most one tensor more than `body` gives. They are added where their sum is needed, in the dtype in which it is.
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -164,13 +167,15 @@ class Ring:
     """Blocks move from neighbour to neighbour; a gradient follows its block one hop behind, in fp32, until it comes home.
 
     What a rank adds to its own block's gradient stays there and is added last, so that the way home is beside the work on it.
-    `stride` is the distance between neighbours in ring ranks, `lengths` the tokens of each ring rank. `is_last`: nothing else is added to
-    what comes home, so that it makes its last hop in the block's own dtype.
+    `stride` is the distance between neighbours in ring ranks, `lengths` the tokens of each ring rank. `is_first`: a rank's share is what a
+    kernel gave, which no dtype but the block's own is needed for; so the first hop, of one share, is in that. `is_last`: nothing else is
+    added to what comes home, so that the last hop is, too.
     """
 
     channel: Channel
     stride: int
     lengths: Sequence[int]
+    is_first: bool = True
     is_last: bool = True
 
     def blocks(self, block: Block) -> Iterator[Block]:
@@ -180,31 +185,33 @@ class Ring:
             if arriving is not None:
                 block = arriving()
 
-    def adjoint(self, block: Block, body: Body) -> Finish[Tensor | None]:
+    def adjoint(self, block: Block, body: Body) -> Finish[list[Tensor]]:
         if self.channel.size == 1:
             return body(block)
         narrow, wide = block.data.dtype, accumulation_dtype(block.data.dtype)
         visitors = self.blocks(block)
         own = body(next(visitors))
         travelling: Finish[Block] | None = None
-        launched: list[tuple[Block, Finish[Tensor | None]]] = []
+        launched: list[tuple[Block, Finish[list[Tensor]]]] = []
 
-        def send(dtype: torch.dtype) -> Finish[Block]:
+        def send(is_narrow: bool) -> Finish[Block]:
             """Send on the gradient of the block whose work was launched first, this rank's share added."""
             visitor, finish = launched.pop(0)
             share = finish()  # before the wait: the gradient of the hop before is still in flight
-            grad = _sum(travelling().data if travelling else None, share)
-            return self._shift(Block((torch.zeros_like(visitor.data) if grad is None else grad).to(dtype), visitor.sources))
+            parts = [*([travelling().data] if travelling else []), *share]
+            dtype = narrow if is_narrow or (self.is_first and travelling is None) else wide
+            grad = summed(parts, dtype) if parts else torch.zeros_like(visitor.data, dtype=dtype)
+            return self._shift(Block(grad, visitor.sources))
 
         for visitor in visitors:
             launched.append((visitor, body(visitor)))
             if len(launched) > 1:
-                travelling = send(wide)
+                travelling = send(is_narrow=False)
 
-        def home() -> Tensor:
-            arriving = send(narrow if self.is_last else wide)
+        def home() -> list[Tensor]:
+            arriving = send(is_narrow=self.is_last)
             share = own()
-            return _with(arriving().data, share)
+            return [arriving().data, *share]
 
         return home
 
@@ -214,16 +221,6 @@ class Ring:
         before = source + ((place - 1) % self.channel.size - place) * self.stride
         wait = self.channel.shift(block.data, self.lengths[before])
         return lambda: Block(wait(), (before,))
-
-
-def _sum(travelling: Tensor | None, share: Tensor | None) -> Tensor | None:
-    if travelling is None or share is None:
-        return share if travelling is None else travelling
-    return travelling.add_(share)
-
-
-def _with(arrived: Tensor, own: Tensor | None) -> Tensor:
-    return arrived if own is None else arrived + own
 
 
 @dataclass(slots=True, eq=False)
@@ -243,18 +240,18 @@ class Gather:
         if arriving is not None:
             yield Block(self._ordered(arriving(), others, 0), others)
 
-    def adjoint(self, block: Block, body: Body) -> Finish[Tensor | None]:
+    def adjoint(self, block: Block, body: Body) -> Finish[list[Tensor]]:
         launched = [(visitor, body(visitor)) for visitor in self.blocks(block)]
         if len(launched) == 1:
             return launched[0][1]
 
-        def home() -> Tensor:
+        def home() -> list[Tensor]:
             (visitor, others), (_, own) = launched[1], launched[0]
-            grad = torch.zeros_like(visitor.data) if (found := others()) is None else found
+            grad = summed(found, visitor.data.dtype) if (found := others()) else torch.zeros_like(visitor.data)
             lengths = self._members(block)[1]
             arriving = self.channel.reduce_scatter(self._ordered(grad, visitor.sources, 1), lengths)
             share = own()
-            return _with(arriving(), share)
+            return [arriving(), *share]
 
         return home
 
@@ -280,5 +277,5 @@ class Chain:
         for window in self.outer.blocks(block):
             yield from self.inner.blocks(window)
 
-    def adjoint(self, block: Block, body: Body) -> Finish[Tensor | None]:
+    def adjoint(self, block: Block, body: Body) -> Finish[list[Tensor]]:
         return self.outer.adjoint(block, lambda window: self.inner.adjoint(window, body))

@@ -1,9 +1,14 @@
 """Merging partial results of attention: outputs by their log-sum-exp, gradients by summation, both in fp32 (fp64 for fp64)."""
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+HELD = 2
+"""How many partial gradients wait to be added in one go: each takes memory, and spares the sum a way to memory and back."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -81,16 +86,17 @@ def _of(pair: tuple[Tensor, Tensor], rows: slice) -> tuple[Tensor, Tensor]:
 
 @dataclass(slots=True, eq=False)
 class GradSum:
-    """The summed gradient of one rank's rows. The first partial is kept as it came; only the last addition rounds to the final dtype."""
+    """The summed gradient of one rank's rows. A first partial of all rows is kept as it came; only the last addition rounds."""
 
     like: Tensor
     _sum: Tensor | None = None
-    _pending: tuple[slice, Tensor] | None = None
+    _held: list[tuple[slice, Tensor]] = field(default_factory=list)
 
     def add(self, rows: slice, grad: Tensor) -> None:
         """Add a partial gradient `[n, heads, dim]` of some rows; it becomes this object's to overwrite."""
-        self._fold(accumulation_dtype(self.like.dtype))
-        self._pending = rows, grad
+        if len(self._held) == HELD:
+            self._fold(accumulation_dtype(self.like.dtype))
+        self._held.append((rows, grad))
 
     def result(self, dtype: torch.dtype) -> Tensor:
         """The sum of all rows, zero where nothing was added."""
@@ -98,19 +104,43 @@ class GradSum:
         return self.like.new_zeros(self.like.shape, dtype=dtype) if self._sum is None else self._sum.to(dtype)
 
     def _fold(self, dtype: torch.dtype) -> None:
-        if self._pending is None:
+        """Add what is held: neighbours of the same rows in one go, the last of them to a sum of this dtype."""
+        held, self._held = self._held, []
+        if self._sum is None:  # one of all rows first, if there is one: it is kept as it came, and no zeros are written for the others
+            held.sort(key=lambda part: len(part[1]) < len(self.like))
+        groups = [(rows, [grad for _, grad in parts]) for rows, parts in itertools.groupby(held, key=lambda part: part[0])]
+        for place, (rows, grads) in enumerate(groups, 1):
+            self._add(rows, grads, dtype if place == len(groups) else accumulation_dtype(self.like.dtype))
+
+    def _add(self, rows: slice, grads: list[Tensor], dtype: torch.dtype) -> None:
+        before = [] if self._sum is None else [self._sum]
+        if len(grads[0]) == len(self.like) and (self._sum is None or self._sum.dtype is not dtype):
+            self._sum = summed([*before, *grads], dtype) if before or len(grads) > 1 else grads[0]
             return
-        rows, grad = self._pending
-        self._pending = None
-        is_whole, wide = len(grad) == len(self.like), accumulation_dtype(self.like.dtype)
-        if self._sum is None and is_whole:
-            self._sum = grad
-        elif self._sum is None:
-            self._sum = self.like.new_zeros(self.like.shape, dtype=dtype)
-            self._sum[rows] = grad
-        elif is_whole and self._sum.dtype is wide and dtype is not wide:
-            self._sum = torch.add(self._sum, grad, out=torch.empty_like(self._sum, dtype=dtype))
-        else:
-            # Two narrow partials that are also the last ones: an addition in place rounds their exact sum once.
-            self._sum = self._sum.to(torch.promote_types(self._sum.dtype, dtype))
-            self._sum[rows] += grad
+        # Two narrow partials that are also the last ones stay narrow: their exact sum is rounded once.
+        total = self.like.new_zeros(self.like.shape, dtype=dtype) if self._sum is None else self._sum
+        self._sum = total = total.to(torch.promote_types(total.dtype, dtype))
+        sum_into(total[rows], [*(total[rows] for _ in before), *grads])
+
+
+def summed(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of at most three tensors `[n, heads, dim]`, in fp32 (fp64 for fp64) and rounded once; a single one of this dtype as it is."""
+    if len(parts) == 1:
+        return parts[0].to(dtype)
+    total = parts[0].new_empty(parts[0].shape, dtype=dtype)
+    sum_into(total, parts)
+    return total
+
+
+def sum_into(target: Tensor, parts: Sequence[Tensor]) -> None:
+    """Write the sum of `parts` to `target`, which may be one of them."""
+    wide = accumulation_dtype(target.dtype)
+    if target.is_cuda and wide is torch.float32:
+        from pytest_longca.parallel.merge_triton import launch_sum
+
+        launch_sum(target, parts)
+        return
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part
+    target.copy_(total)

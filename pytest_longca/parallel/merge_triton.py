@@ -1,10 +1,14 @@
-"""The merge of two partial attention outputs as one Triton kernel: each element is read and written once."""
+"""Two partial attention outputs merged, and up to three gradients added, each by one Triton kernel: an element is read and written once."""
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 BLOCK_ROWS = 16
+MOST = 3
+"""Tensors of a sum."""
 
 
 @triton.jit
@@ -51,3 +55,36 @@ def launch(target: tuple[Tensor, Tensor], a: tuple[Tensor, Tensor], b: tuple[Ten
         a[1].stride(0), b[1].stride(0), target[1].stride(0),
         BLOCK_ROWS=BLOCK_ROWS, BLOCK_DIM=triton.next_power_of_2(dim),
     )  # fmt: skip
+
+
+@triton.jit
+def _sum(
+    a, b, c, out,
+    num_rows, dim,
+    stride_a, stride_b, stride_c, stride_out,
+    stride_head_a, stride_head_b, stride_head_c, stride_head_out,
+    COUNT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
+    head = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BLOCK_DIM)[None, :]
+    mask = (row < num_rows) & (column < dim)
+    total = tl.load(a + row * stride_a + head * stride_head_a + column, mask=mask, other=0.0).to(tl.float32)
+    if COUNT > 1:
+        total += tl.load(b + row * stride_b + head * stride_head_b + column, mask=mask, other=0.0).to(tl.float32)
+    if COUNT > 2:
+        total += tl.load(c + row * stride_c + head * stride_head_c + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * stride_out + head * stride_head_out + column, total.to(out.dtype.element_ty), mask=mask)
+
+
+def launch_sum(target: Tensor, parts: Sequence[Tensor]) -> None:
+    """Write the sum of `parts`, `[rows, heads, dim]` each, to `target` (see `merge.sum_into`), whose last axis must be dense."""
+    num_rows, heads, dim = target.shape
+    assert 1 <= len(parts) <= MOST, f"{len(parts)} tensors: a sum has at most {MOST}"
+    assert target.stride(-1) == 1, "a sum needs a dense last axis"
+    operands = [x if x.stride(-1) == 1 else x.contiguous() for x in parts]
+    operands += operands[:1] * (MOST - len(parts))  # not read
+    strides = [x.stride(axis) for axis in (0, 1) for x in (*operands, target)]
+    grid = (triton.cdiv(num_rows, BLOCK_ROWS), heads)
+    sizes = {"BLOCK_ROWS": BLOCK_ROWS, "BLOCK_DIM": triton.next_power_of_2(dim)}
+    _sum[grid](*operands, target, num_rows, dim, *strides, COUNT=len(parts), **sizes)

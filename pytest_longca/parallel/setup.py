@@ -110,7 +110,7 @@ def bind(case: Case, sharing: Sharing, world: World, kernel: BlockKernel, shards
 
 
 def _communicator(row: Mechanism, mesh: Mesh, world: World, plan: Plan) -> Communicator:
-    outer = Ring(world.channel(mesh, "outer"), mesh.inner, plan.lengths)
+    outer = Ring(world.channel(mesh, "outer"), mesh.inner, plan.lengths, is_first=mesh.inner == 1)
     channel = world.channel(mesh, "inner")
     inner = Gather(channel, 1, plan.lengths, plan.order) if row.gathers else Ring(channel, 1, plan.lengths, is_last=mesh.outer == 1)
     return Chain(outer, inner)

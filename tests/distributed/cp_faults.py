@@ -23,20 +23,18 @@ Answer = dict[str, Any]
 class LocalKeys(Ring):
     """The backward uses the local keys and values at each step."""
 
-    def adjoint(self, block: Block, body: Body) -> Finish[Tensor | None]:
+    def adjoint(self, block: Block, body: Body) -> Finish[list[Tensor]]:
         return super().adjoint(block, lambda visitor: body(Block(block.data, visitor.sources)))
 
 
 class OneRankOff(Ring):
     """Gradients of keys and values arrive one rank further."""
 
-    def adjoint(self, block: Block, body: Body) -> Finish[Tensor | None]:
+    def adjoint(self, block: Block, body: Body) -> Finish[list[Tensor]]:
         home = super().adjoint(block, body)
 
-        def one_further() -> Tensor:
-            grad = home()
-            assert grad is not None
-            return self.channel.shift(grad, len(grad))()
+        def one_further() -> list[Tensor]:
+            return [self.channel.shift(part, len(part))() for part in home()]
 
         return one_further
 

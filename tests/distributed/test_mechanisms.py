@@ -105,6 +105,26 @@ def test_bytes_and_messages_equal_the_formulas(pools: Pools, mechanism: str, hea
     assert traffic == [wanted] * 8
 
 
+@pytest.mark.parametrize(
+    ("sharing", "hops"),
+    [
+        (Sharing("ring_p2p", 2), [1]),
+        (Sharing("ring_p2p", 4), [1, 2, 1]),
+        (Sharing("ring_p2p", 8), [1, 2, 2, 2, 2, 2, 1]),
+        (Sharing("ring_p2p", 4, Mesh(2, 2, 1)), [1, 1, 1]),
+        (Sharing("ring_p2p", 8, Mesh(2, 4, 1)), [*[1, 2, 2] * 2, 1]),
+        (Sharing("ring_p2p", 8, Mesh(4, 2, 1)), [*[1] * 4, 2, 2, 1]),
+    ],
+    ids=str,
+)
+def test_gradient_travels_in_fp32_only_where_it_is_a_sum_that_is_added_to(pools: Pools, sharing: Sharing, hops: list[int]) -> None:
+    """A hop with one share, and the last one home, are in the operands' own dtype: half the bytes."""
+    case = Case(mask=load(MASKS["full"])(64, 64), heads_q=2, heads_kv=1, head_dim=4, dtype="bf16")
+    block = 2 * case.heads_kv * case.head_dim * case.seqlen_q // sharing.world * 2
+    traffic = run_parallel(pools(sharing.world), case, sharing)["traffic"]
+    assert [sent["shift_bytes"] for sent in traffic] == [block * (2 * (sharing.world - 1) + sum(hops))] * sharing.world
+
+
 def test_bf16_error_does_not_grow_with_the_world(pools: Pools) -> None:
     """Partial results are rounded to bf16 once, whatever the number of ranks; lse, in fp32, once more at every merge."""
     case = Case(mask=load(MASKS["full"])(256, 256), heads_q=2, heads_kv=1, head_dim=16, dtype="bf16")

@@ -1,12 +1,16 @@
-"""Merging partial results: by lse in fp32, empty rows, dtypes, slices; Triton as PyTorch; a segment's rounds as dense attention."""
+"""Merging partial results: by lse in fp32, sums, empty rows, dtypes, slices; Triton as PyTorch; a segment's rounds as dense attention."""
 
 import os
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from pytest_longca.parallel import merge
 from pytest_longca.parallel.kernel import NaiveBlock, VarlenBlock, find_block_kernel
 from pytest_longca.parallel.merge import GradSum, OutSum, merge_into
 from pytest_longca.parallel.segment import Round, Segment
@@ -78,6 +82,74 @@ def test_gradient_is_rounded_to_bf16_once(count: int, whole: bool) -> None:
     exact = torch.stack(parts).double().sum(0)
     found = total.result(torch.bfloat16)
     assert found.dtype is torch.bfloat16 and torch.equal(found[rows], exact.float().bfloat16()) and not found[: rows.start].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)).filter(lambda rows: rows[0] < rows[1]), max_size=7), st.integers(0, 99))
+def test_gradient_of_any_rows_in_any_order_is_their_sum(places: list[tuple[int, int]], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parts = [(slice(*rows), torch.randn(rows[1] - rows[0], 2, 3, generator=generator, dtype=torch.float64)) for rows in places]
+    total, wanted = GradSum(torch.zeros(6, 2, 3, dtype=torch.float64)), torch.zeros(6, 2, 3, dtype=torch.float64)
+    for rows, part in parts:
+        wanted[rows] += part
+        total.add(rows, part.clone())
+    torch.testing.assert_close(total.result(torch.float64), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_partial_gradients_are_read_and_written_in_their_sums_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight partial gradients of the same rows are four sums, two more at a time; nothing is converted or copied apart from them."""
+    honest, sums, inside = merge.sum_into, list[tuple[torch.dtype, list[torch.dtype]]](), False
+
+    def counted(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        nonlocal inside
+        sums.append((target.dtype, [part.dtype for part in parts]))
+        inside = True
+        honest(target, parts)
+        inside = False
+
+    class Apart(TorchDispatchMode):
+        """What else is done."""
+
+        seen: ClassVar[set[str]] = set()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if not inside and not func.is_view and isinstance(result, torch.Tensor):
+                self.seen.add(func.overloadpacket.__name__)
+            return result
+
+    monkeypatch.setattr(merge, "sum_into", counted)
+    total, parts = GradSum(torch.zeros(4, 1, 1, dtype=torch.bfloat16)), torch.ones(8, 4, 1, 1, dtype=torch.bfloat16).unbind()
+    with Apart() as apart:
+        for part in parts:
+            total.add(slice(0, 4), part)
+        assert total.result(torch.bfloat16).tolist() == [[[8.0]]] * 4
+    wide, narrow = torch.float32, torch.bfloat16
+    assert sums == [(wide, [narrow] * 2), *[(wide, [wide, narrow, narrow])] * 2, (narrow, [wide, narrow, narrow])]
+    assert apart.seen <= {"new_empty"}
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the mechanisms' own tests run this kernel compiled")
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(("rows", "dim"), [(1, 8), (17, 8), (33, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_triton_sum_equals_the_plain_one(count: int, rows: int, dim: int, dtype: torch.dtype) -> None:
+    from pytest_longca.parallel.merge_triton import launch_sum
+
+    generator = torch.Generator().manual_seed(count)
+    wide, *narrow = (torch.randn(rows + 4, 3, 2 * dim, generator=generator) for _ in range(3))
+    operands = [wide[2:-2, :, dim:], *(x.half()[2:-2, :, dim:] for x in narrow)][3 - count :]  # slices of rows and of a packed last axis
+    found, plain = torch.zeros(rows, 3, dim, dtype=dtype), torch.zeros(rows, 3, dim, dtype=dtype)
+    launch_sum(found, operands)
+    merge.sum_into(plain, operands)
+    torch.testing.assert_close(found, plain, rtol=1e-6 if dtype is torch.float32 else 1e-3, atol=1e-6)
+    launch_sum(found, [x.mT.contiguous().mT for x in operands])  # a kernel may give its gradients in any layout
+    torch.testing.assert_close(found, plain, rtol=1e-6 if dtype is torch.float32 else 1e-3, atol=1e-6)
+    before = wide.clone()
+    if count == 3:  # in place, beside what is left alone
+        launch_sum(operands[0], operands)
+        merge.sum_into(before[2:-2, :, dim:], [before[2:-2, :, dim:], *operands[1:]])
+        torch.testing.assert_close(wide, before, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the mechanisms' own tests run this kernel compiled")
