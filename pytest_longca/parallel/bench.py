@@ -24,6 +24,7 @@ from typing import Any, TextIO
 import torch
 
 from pytest_longca.case import Case, Direction
+from pytest_longca.conformance import commit
 from pytest_longca.errors import DidNotRun, InvalidArgument, LongcaError
 from pytest_longca.inputs import make_inputs
 from pytest_longca.outcome import Crashed, NotInstalled, NotVerified, Outcome, OutOfMemory, Passed, TimedOut, Unsupported, Wrong
@@ -278,7 +279,8 @@ class Bench:
 
     def _write(self, record: Record) -> None:
         if self.world.rank == 0 and self.settings.json:
-            dated = replace(record, command=self.command, facts={"date": datetime.now(UTC).date().isoformat(), **record.facts})
+            facts = {"date": datetime.now(UTC).date().isoformat(), **record.facts}
+            dated = replace(record, command=self.command, commit=commit(), facts=facts)
             with self.settings.json.open("a") as file:
                 file.write(dated.to_line() + "\n")
 

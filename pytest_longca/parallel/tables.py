@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pytest_longca.errors import InvalidArgument
-from pytest_longca.parallel.model import Network, fitted, is_compared, model_error, paper_rows
+from pytest_longca.parallel.model import Network, fitted, is_compared, is_quiet, model_error, paper_rows
 from pytest_longca.report.record import Record
 from pytest_longca.report.store import read_records
 
@@ -95,7 +95,8 @@ def _about(records: Sequence[Record]) -> str:
     state += [f"power at its cap in {capped} of {len(clocks)} figures"] if clocks else []
     fewest, most = (pick(len(record.samples_ms or ()) for record in timed) for pick in (min, max))
     samples = f"medians of {fewest} samples" if fewest == most else f"medians of {fewest} to {most} samples"
-    where = f"{timed[0].world_size} x {timed[0].device}" + (f", {' to '.join(dates)}" if (dates := _dates(timed)) else "")
+    world = f"{timed[0].world_size} x" if not any(map(is_quiet, timed)) else f"Ranks of a world of {timed[0].world_size} on one"
+    where = f"{world} {timed[0].device}" + (f", {' to '.join(dates)}" if (dates := _dates(timed)) else "")
     what = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     return f"{where}: {', '.join([*state, samples])}. Versions: {what}."
 

@@ -69,7 +69,8 @@ def _not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_simulated_world_measures_every_mechanism_and_layout(tmp_path: Path) -> None:
+def test_simulated_world_measures_every_mechanism_and_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "commit", lambda: "0123456789ab+")
     output, path = io.StringIO(), tmp_path / "cp.jsonl"
     assert main([*SMALL, "--masks=causal_document", "--simulate-world=8", "--simulate-ranks=3", f"--json={path}"], output) == 0
     table = output.getvalue()
@@ -80,7 +81,7 @@ def test_simulated_world_measures_every_mechanism_and_layout(tmp_path: Path) -> 
     assert len(shared) == 2 * (1 + 4 * 2)
     assert all(record.facts["communication"] == "off" and record.world_size == 8 and record.comm_bytes for record in shared)
     first = json.loads(path.read_text().splitlines()[0])
-    assert first["schema"] == 1 and len(first["facts"]["date"].split("-")) == 3
+    assert first["schema"] == 1 and len(first["facts"]["date"].split("-")) == 3 and first["commit"] == "0123456789ab+"
     assert first["command"].startswith("python -m pytest_longca.parallel.bench --kernels=naive --tokens=16")
 
 

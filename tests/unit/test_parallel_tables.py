@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from pytest_longca.outcome import NotVerified, Passed
+from pytest_longca.parallel.mechanisms import MECHANISMS
 from pytest_longca.parallel.tables import main, markdown, update
 from pytest_longca.report.record import Record
+from pytest_longca.report.store import read_records
 
 DOCS = Path(__file__).parents[2] / "docs"
 CASE = "full(seqlen_q=16384,seqlen_kv=16384)/b1/h64:8/d128/bf16/fwd_bwd/s0"
@@ -33,6 +35,11 @@ def test_table_has_rates_shares_exposed_time_and_the_models_error() -> None:
     )
 
 
+def test_simulated_ranks_are_not_taken_for_as_many_gpus() -> None:
+    found = [record("alone", "fwd", 400.0), record("ring_p2p", "fwd", 380.0, communication="off")]
+    assert markdown(found).startswith("Ranks of a world of 2 on one A GPU, 2026-01-02: ")
+
+
 def test_what_was_not_measured_is_said_with_its_reason() -> None:
     outcome = NotVerified("the time was spent")
     about = {"stage": "parallel", "kernel": "fa2", "mask": "causal", "outcome": outcome.to_json(), "reason": str(outcome)}
@@ -49,6 +56,25 @@ def test_other_text_of_a_page_is_left_alone() -> None:
 def test_documented_tables_are_those_of_the_records() -> None:
     page = (DOCS / "context-parallel.md").read_text()
     assert update(page, DOCS) == page, "write them: python -m pytest_longca.parallel.tables --update docs/context-parallel.md"
+
+
+def test_shares_that_the_page_judges_are_those_of_the_records() -> None:
+    """The table of what was wanted of simulated ranks: every figure, and bold exactly where it is short."""
+    page = (DOCS / "context-parallel.md").read_text()
+    found = {
+        (record.mask, record.kernel, record.mechanism, record.direction): 100 * record.facts["of_alone"]
+        for record in read_records(DOCS / "results" / "context-parallel-simulated-h200.jsonl")
+    }
+    head, _, *lines = page.split("| mask, kernel | wanted |")[1].split("\n\n")[0].splitlines()
+    mechanisms = [name.strip(" `") for name in head.strip("|").split("|")]
+    assert mechanisms == list(MECHANISMS) and len(lines) == 4
+    for line in lines:
+        what, wanted, *cells = (part.strip() for part in line.strip("|").split("|"))
+        mask, kernel = what.replace("`", "").split(", ")
+        for mechanism, cell in zip(mechanisms, cells, strict=True):
+            shares = [found[mask, kernel, mechanism, direction] for direction in ("fwd", "bwd")]
+            texts = [f"**{share:.1f}**" if share < float(wanted.removesuffix(" %")) else f"{share:.1f}" for share in shares]
+            assert cell == " / ".join(texts)
 
 
 def test_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
