@@ -28,8 +28,9 @@ PYTEST = "-m pytest -p no:cacheprovider --longca-json={out}"
 TIMED = f"{PYTEST} -k timing"
 DRAWN = f"{PYTEST} -k examples --benchmark-skip"
 EXAMPLES, MAPS = (f"{DRAWN} --longca-examples={number} --maxschedchunk=1" for number in (210, 510))
-SIMULATED = "-m pytest_longca.parallel.bench --budget 0.5 --samples 3 --minutes 3.2 --json {out}"
-RANK, RANKS = f"{SIMULATED} --warmup 0 --simulate-world 8 --simulate-ranks 3", f"{SIMULATED} --warmup 1 --simulate-world 64"
+SIMULATED = "-m pytest_longca.parallel.bench --budget 0.5 --samples 3 --minutes 4.5 --json {out}"
+RANK = f"{SIMULATED} --warmup 0 --simulate-world 8 --simulate-ranks 3 --layouts striped"
+RANKS = f"{SIMULATED} --warmup 1 --simulate-world 64"
 DENSE = "{root}/tests/gpu/bench_dense.py --processes 12 --records {out}"
 TILES = "{root}/tests/gpu/bench_flashmask.py --sweep --parts fwd,dq --out {out}"
 REGULAR = "full,causal,full_sliding_window,causal_sliding_window,full_document,causal_document"
@@ -72,8 +73,8 @@ TIMINGS = (
         f"{DENSITY} --kernels vsa_triton,vsa,cudnn_sparse --sizes 64 --lengths 131072 --densities 1.0,0.8 --minutes 3.2",
     ),
     Job("mha", 320, f"{DENSE} --heads 64:64 --minutes 5.2"),
-    Job("simulated", 200, f"{RANK} --kernels fa2 --masks full,causal --tokens 32768 --peers ring-flash-attn,yunchang"),
-    Job("simulated_fast", 140, f"{RANK} --kernels cudnn_flex --masks full,causal --tokens 32768"),
+    Job("simulated", 280, f"{RANK} --kernels fa2 --masks full,causal --tokens 32768 --peers ring-flash-attn,yunchang"),
+    Job("simulated_fast", 180, f"{RANK} --kernels cudnn_flex --masks full,causal --tokens 32768"),
     Job(
         "simulated_documents",
         60,
