@@ -129,6 +129,13 @@ def test_simulated_rank_computes_on_data(mechanism: str) -> None:
     assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out, (q, k, v), do)))
 
 
+def test_simulated_exchange_in_groups_of_equal_width_lands_where_nothing_is_kept(tmp_path: Path) -> None:
+    """One key/value head's q, k and v are as wide as the gradient of out of the two in the middle."""
+    path = tmp_path / "cp.jsonl"
+    main([*SMALL, "--heads=16:8", "--masks=full", "--mechanisms=loongtrain", "--simulate-world=8", f"--json={path}"], io.StringIO())
+    assert {record.outcome["kind"] for record in records(path)} == {"passed"}
+
+
 def test_peer_in_a_world_that_sends_nothing_receives_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
