@@ -84,7 +84,7 @@ def _examples(kernel: Kernel, mask: MaskClass, machine: Machine, examples: int) 
     """Drawn examples up to the first that is not right, with the checks that a run has for them. Nothing is shrunk."""
     seen: list[tuple[Case, Verification]] = []
 
-    @seed(SEED)
+    @seed(f"{SEED}:{mask.name}")
     @settings(
         max_examples=examples,
         database=None,

@@ -14,7 +14,8 @@ from pytest_longca.kernel import Kernel
 from pytest_longca.machine import CPU
 from pytest_longca.masks.regular import Causal
 from pytest_longca.outcome import Outcome, Wrong
-from pytest_longca.search import Search
+from pytest_longca.search import Search, drawn_cases
+from pytest_longca.strategies import mask_class
 
 CASE = Case(mask=Causal(9, 9))
 SMALLER = replace(CASE, mask=Causal(4, 4))
@@ -57,3 +58,18 @@ def test_what_does_not_come_back_is_not_shrunk(reproducible: bool) -> None:
         search.example(CASE)
     assert session.num_verified == 1 + reproducible
     assert search.failed and search.failed[0] == CASE
+
+
+def test_masks_of_a_run_do_not_all_draw_the_same() -> None:
+    session = types.SimpleNamespace(
+        options=types.SimpleNamespace(seed=0),
+        catalogue=types.SimpleNamespace(mask=mask_class, kernel=lambda name: load(KERNELS[name])()),
+        machine=CPU,
+        taken=lambda option, kernel: ("fp32", "bf16", "fp16"),
+        num_examples=lambda kernel: 20,
+    )
+    of_full, of_causal = (
+        [(case.dtype, case.head_dim, case.values, case.seqlen_q) for case in drawn_cases(session, "naive", mask)]  # type: ignore[arg-type]  # as above
+        for mask in ("full", "causal")
+    )
+    assert len(set(of_full) & set(of_causal)) < 5
