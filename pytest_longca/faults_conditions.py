@@ -217,7 +217,7 @@ ROWS: list[tuple[str, str, str, str, Bind | Fresh]] = [
     (
         "head map",
         "heads_beyond_32",
-        "causal",
+        "full",
         "with 32 query heads all read key/value head 0",
         head_map(lambda case, h: h // case.group * (case.heads_q < 32)),
     ),

@@ -188,14 +188,14 @@ def awkward_lengths(rng: Random, total: int, num: int | None = None) -> tuple[in
     Mostly few; sometimes more than a warp has threads, which is how many a scheduler looks up at a time.
     """
     num = num or rng.choice((1, 2, 2, 3, rng.randint(1, 9), rng.randint(1, 9), rng.randint(24, 48)))
-    if total > TILES[0] and rng.randrange(2):  # every document but the last is whole tiles
-        tile = rng.choice([tile for tile in TILES if tile < total])
-        cuts = [tile * rng.randint(0, total // tile) for _ in range(num - 1)]
-        return _between(cuts, total)
     near = (0, 1, total - 1, total, total // 2)
     tiles = (awkward_edge(rng, total), awkward_edge(rng, total))
     special = () if num > MANY_DOCUMENTS else (*near, *tiles)  # else most of many were empty
     cuts = [min(total, max(0, rng.choice((*special, rng.randint(0, total), rng.randint(0, total))))) for _ in range(num - 1)]
+    # Last, as what takes fewer numbers counts as simpler: cases would shrink to whole tiles and not below one.
+    if total > TILES[0] and rng.randrange(2):  # every document but the last is whole tiles
+        tile = rng.choice([tile for tile in TILES if tile < total])
+        cuts = [tile * rng.randint(0, total // tile) for _ in range(num - 1)]
     return _between(cuts, total)
 
 

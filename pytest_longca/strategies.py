@@ -30,8 +30,8 @@ TILE_EDGES = tuple(tile + step for tile in (16, 32, 64, 128) for step in (-1, 0,
 EDGE_WEIGHT = 4
 """How often each edge is repeated after the plain lengths: with 160 tokens, a third of all lengths then lie at an edge."""
 ORDINARY_LENGTH = 160
-ONE_IS_LONG = 4
-"""One example of four has a longer sequence than the ordinary ones, and few heads: more tiles than a pipeline has stages."""
+ORDINARY_FORMS, LONG_FORMS = 8, 4
+"""So many examples have at most ORDINARY_LENGTH tokens for so many with more, which are more tiles than a pipeline has stages."""
 LONGEST = 1100
 """Keys of a long example of few queries."""
 FEW_QUERIES = 16
@@ -46,11 +46,11 @@ COMPILED_HEAD_DIMS = (64, 128)
 MORE_HEAD_DIMS = 2
 """How many others it has besides on a mask."""
 GROUPS = (1, 2, 3, 7, 4, 8)
-HEADS_KV = (1, 2, 3, 4)
+HEADS_KV = (1, 2, 3, 4, 4)
 AS_HEAD_DIM = 0
 """A head_dim_v that is head_dim, as a Case takes it."""
-HEAD_DIMS = (16, 24, 32, 40, 56, 64, 72, 96, 128, 192, 256)
-"""Even and odd multiples of 8."""
+HEAD_DIMS = (16, 24, 32, 40, 56, 64, 64, 72, 96, 128, 128, 192, 256)
+"""Even and odd multiples of 8, and twice those that models have."""
 SCALES = (0.0, 0.0, 0.37, 1.0, 1.7)
 """The usual scale, mostly (0 is head_dim ** -0.5), one that no kernel has built in, none, and one above 1."""
 SCORES = 100_000
@@ -132,7 +132,8 @@ class _Pools:
         self.dtypes = _some("dtype", [dtype for dtype in DTYPES if dtype in dtypes and dtype in can.dtypes], kernel, dtypes)
         self.head_dims = [dim for dim in HEAD_DIMS if dim in can.head_dims] or [can.head_dims[0]]
         self.groups: tuple[int, ...] = GROUPS if can.gqa else (1,)
-        self.head_dims_v = [AS_HEAD_DIM, *(self.head_dims if can.unequal_head_dims else [])]
+        # Every second time v's is that of q and k, as most models have it.
+        self.head_dims_v = [AS_HEAD_DIM] * len(self.head_dims) + (self.head_dims if can.unequal_head_dims else [])
         self.shortest = 0 if can.empty_sequences else 1
         wanted = [d for d in directions if can.backward or not d.needs_backward] or [Direction.FWD]
         self.directions = wanted
@@ -165,7 +166,7 @@ class _Pools:
         found, turn = [], rng.randrange(len(self.dtypes))
         for number, dim in enumerate(rng.sample(usual, len(usual)) + rng.sample(others, min(MORE_HEAD_DIMS, len(others)))):
             groups = self.groups[:1] if number == 0 else (rng.choice(self.groups),)
-            dims_v = [other for other in self.head_dims_v[1:] if other != dim] if number == len(usual) else []
+            dims_v = [other for other in self.head_dims_v if other not in (AS_HEAD_DIM, dim)] if number == len(usual) else []
             dtype = self.dtypes[(turn + number) % len(self.dtypes) if number else 0]
             found.append((groups, [dtype], [dim], [rng.choice(dims_v) if dims_v else AS_HEAD_DIM]))
         return found
@@ -202,12 +203,14 @@ def _compiled_case(number: int, cls: MaskClass, pools: _Pools) -> Case:
 def _any_case(rng: Random, cls: MaskClass, pools: _Pools) -> Case:
     """A case of a mask, whether the kernel supports it or not."""
     pools = pools.of_one_code(rng, cls)
-    is_long = pools.has_long and rng.randrange(ONE_IS_LONG) == ONE_IS_LONG - 1
-    group, heads_kv = rng.choice(pools.groups[:2] if is_long else pools.groups), rng.choice(pools.heads_kv)
+    form = rng.randrange(ORDINARY_FORMS + LONG_FORMS) - ORDINARY_FORMS if pools.has_long else -1
+    group, heads_kv = rng.choice(pools.groups), rng.choice(pools.heads_kv)
     batch = rng.randint(1, pools.batches)
-    if is_long:
-        batch = heads_kv = 1
-        mask = _long_mask(rng, cls, pools, group)
+    if form >= 0 and cls.unequal_lengths and rng.randrange(2):
+        mask = _few_queries(rng, cls, pools, batch * heads_kv * group)
+    elif form >= 0:
+        batch, heads_kv, group = _few_heads(form, batch, heads_kv, group, pools.groups[0])
+        mask = _long_mask(rng, cls, pools, batch, heads_kv * group)
     else:
         longest = min(pools.ordinary, max(1, isqrt(pools.scores // (batch * group * heads_kv))))
         sizes = [_length(rng, pools, longest) for _ in range(2 if cls.unequal_lengths and rng.randrange(3) == 2 else 1)]
@@ -247,18 +250,34 @@ def _length(rng: Random, pools: _Pools, longest: int) -> int:
     return number if number <= longest else edges[number - longest - 1]
 
 
-def _long_mask(rng: Random, cls: MaskClass, pools: _Pools, group: int) -> Mask:
-    """A mask over more tokens than an ordinary example has, or over few queries and yet more keys."""
-    heads = MOST_HEADS if Form.BLOCK_MAP in cls.forms else group
-    if cls.unequal_lengths and rng.randrange(2):
-        return _sample(rng, cls, pools, rng.choice((1, 2, rng.randint(1, FEW_QUERIES))), _long_length(rng, pools.longest))
-    return _sample(rng, cls, pools, _long_length(rng, min(pools.longest, isqrt(LONG_SCORES // heads))))
+def _few_queries(rng: Random, cls: MaskClass, pools: _Pools, heads: int) -> Mask:
+    """A mask over as few queries as decoding has, and more keys than an ordinary example."""
+    heads = max(heads, MOST_HEADS) if Form.BLOCK_MAP in cls.forms else heads
+    queries = rng.choice((1, 2, rng.randint(1, FEW_QUERIES)))
+    return _sample(rng, cls, pools, queries, _long_length(rng, min(pools.longest, LONG_SCORES // (heads * queries))))
+
+
+def _few_heads(form: int, batch: int, heads_kv: int, group: int, plain: int) -> tuple[int, int, int]:
+    """`(batch, heads_kv, group)` that leave a sequence longer than an ordinary one: as few as can be, or two of the three as drawn."""
+    few = 1, 1, plain
+    batch, heads_kv, group = (few, few, (1, heads_kv, group), (batch, 1, group))[form]
+    most = LONG_SCORES // (ORDINARY_LENGTH + 1) ** 2
+    heads_kv = min(heads_kv, most // group)
+    return min(batch, most // (heads_kv * group)), heads_kv, group
+
+
+def _long_mask(rng: Random, cls: MaskClass, pools: _Pools, batch: int, heads: int) -> Mask:
+    """A mask over more tokens than an ordinary example has."""
+    heads = max(heads, MOST_HEADS) if Form.BLOCK_MAP in cls.forms else heads
+    longest = min(pools.longest, isqrt(LONG_SCORES // (batch * heads)))
+    return _sample(rng, cls, pools, _long_length(rng, max(longest, ORDINARY_LENGTH + 1)))
 
 
 def _long_length(rng: Random, longest: int) -> int:
-    """A length beyond the ordinary ones, every second time at a tile edge where there is one."""
-    edges = [edge for edge in LONG_EDGES if ORDINARY_LENGTH < edge <= longest]
-    return rng.choice(edges) if edges and rng.randrange(2) else rng.randint(ORDINARY_LENGTH, longest)
+    """A length beyond the ordinary ones from one integer range, whose upper half maps to tile edges where there are some."""
+    edges = [edge for edge in LONG_EDGES if edge <= longest]
+    number = rng.randint(ORDINARY_LENGTH + 1, longest + (longest - ORDINARY_LENGTH if edges else 0))
+    return number if number <= longest else edges[number % len(edges)]
 
 
 def _coarse(mask: Mask) -> Mask:

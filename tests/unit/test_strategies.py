@@ -102,6 +102,12 @@ def test_every_awkward_thing_is_drawn() -> None:
         "a document of whole tiles": lambda case: any(n and n % 64 == 0 for n in case.mask.doc_lens[:-1]),  # type: ignore[attr-defined]
         "four tiles of 128": lambda case: case.seqlen_q > 384,
         "few queries and many keys": lambda case: case.seqlen_q <= 16 and case.seqlen_kv > 512,
+        "five tiles of 64 in several heads": lambda case: case.seqlen_kv > 256 and case.heads_kv > 1,
+        "five tiles of 64 in several batch elements": lambda case: case.seqlen_kv > 256 and case.batch > 1,
+        "three tiles of queries in several batch elements": lambda case: case.seqlen_q > 160 and case.batch > 1,
+        "two tiles of 128 and a group of 8": lambda case: case.seqlen_q > 128 and case.group == 8,
+        "few queries, many keys and a group": lambda case: case.seqlen_q <= 16 and case.seqlen_kv > 512 and case.group > 2,
+        "what models have": lambda case: case.head_dim == case.head_dim_v == 128 and case.dtype == "bf16" and case.group >= 4,
         "32 query heads": lambda case: case.heads_q == 32,
         "a large head_dim": lambda case: case.head_dim == 256,
         "no scale": lambda case: case.scale == 1.0,
