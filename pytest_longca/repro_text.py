@@ -59,7 +59,12 @@ def reference(q, k, v, do):
         moved["dk"][of_kv] += unit2 * (ds2.T @ norm2(q[of_q]) + norm2(dk))
         moved["dv"][of_kv] += unit2 * (p2.T @ norm2(do[of_q]) + norm2(dv))
     limits = {name: 6 * x.sqrt() for name, x in moved.items()}
+    # P and dS below what fp32 holds in full may be lost.
+    q_most, k_most, v_most, do_most = (norm2(x).amax().sqrt() if x.numel() else 0.0 for x in (q, k, v, do))
+    ds_most = SCALE * (2 * do_most * v_most + 1)
+    lost = {"out": v_most, "dq": ds_most * k_most, "dk": ds_most * q_most, "dv": do_most}
     for name in ("out", "dq", "dk", "dv"):
+        limits[name] += 2.0**-126 * max(SEQLEN_KV, SEQLEN_Q * HEADS_Q // HEADS_KV) * lost[name]
         limits[name] += UNIT * (4 * norm2(truth[name]).sqrt() + 8 * tiny * truth[name].shape[-1] ** 0.5)
     return truth, limits
 
