@@ -36,7 +36,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float,
         q, _streamed(k, tile, tma), _streamed(v, tile, tma), out, lse,
         plan.rows, plan.runs, plan.fwd.items, *order, heads_q, heads_q // k.shape[2],
         _blocks(seqlen_q, tile), seqlen_q, k.shape[1], seqlen_q, scale * LOG2_E, *strides,
-        BLOCK_M=tile.block, BLOCK_N=tile.step, PIECES=plan.row_pieces, HELD=tile.held, **_constants(q, v, tma), **_options(tile),
+        **_of_rows(tile, plan), **_constants(q, v, tma), **_options(tile),
     )  # fmt: skip
     return out, lse
 
@@ -68,7 +68,7 @@ def _launch_dq(
         q, _streamed(k, tile, tma), _streamed(v, tile, tma), out, do, dq, lse, stats,
         plan.rows, plan.runs, schedule.items, *order, heads_q, group, _blocks(seqlen_q, tile),
         seqlen_q, k.shape[1], seqlen_q, stats.shape[-1], stats.numel() // 2, scale * LOG2_E, scale, *strides,
-        BLOCK_M=tile.block, BLOCK_N=tile.step, PIECES=plan.row_pieces, HELD=tile.held, **_constants(q, v, tma), **_options(tile),
+        **_of_rows(tile, plan), **_constants(q, v, tma), **_options(tile),
     )  # fmt: skip
 
 
@@ -110,6 +110,11 @@ def _placement(
 
 def _blocks(seqlen: int, tile: Tile) -> int:
     return -(-seqlen // tile.block)
+
+
+def _of_rows(tile: Tile, plan: Plan) -> dict[str, Any]:
+    """The compile-time constants of the two kernels whose programs own queries."""
+    return {"BLOCK_M": tile.block, "BLOCK_N": tile.step, "PIECES": plan.row_pieces, "IN_REGISTERS": tile.in_registers}
 
 
 def _constants(q: Tensor, v: Tensor, tma: bool) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from pytest_longca.kernels.flashmask_forward import (
-    in_registers,
     inside,
     load_intervals,
     load_tile,
@@ -19,6 +18,7 @@ from pytest_longca.kernels.flashmask_forward import (
     place,
     start_walk,
     store_tile,
+    to_registers,
 )
 from pytest_longca.kernels.triton_codes import SIZES
 
@@ -55,7 +55,7 @@ def dq_kernel(
     mask_stride, stats_rows, stats_stride, scale_log2, scale,
     q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, out_sb, out_ss, out_sh, do_sb, do_ss, do_sh, dq_sb, dq_ss, dq_sh,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PIECES: tl.constexpr, HELD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    PIECES: tl.constexpr, IN_REGISTERS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_M queries of one head; leaves lse in base 2 and delta = sum(out * do) in `stats`, whole blocks of rows, for dk and dv."""
     item, entry, block, batch, head = place(items, num_items, bulk, head_block, heads, blocks)
@@ -78,8 +78,8 @@ def dq_kernel(
     tl.store(stats + head_row * stats_rows + row, top)
     tl.store(stats + stats_stride + head_row * stats_rows + row, delta)
     q_tile = load_tile(q, batch, head, start, seqlen_q, DIM, BLOCK_M, BLOCK_D, False)
-    if HELD:
-        q_tile, do_tile = in_registers(q_tile, exists), in_registers(do_tile, exists)
+    if IN_REGISTERS:
+        q_tile, do_tile = to_registers(q_tile, exists), to_registers(do_tile, exists)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for MASKED in tl.static_range(2):
         acc = _gather_dq(

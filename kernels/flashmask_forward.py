@@ -39,7 +39,7 @@ def load_tile(x, batch, head, start, length, DIM: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def in_registers(x, exists):
+def to_registers(x, exists):
     """The rows as they are, which are 0 where they do not exist, computed: what was only loaded Triton multiplies from shared memory."""
     return tl.where(exists[:, None], x, 0.0)
 
@@ -150,7 +150,7 @@ def forward_kernel(
     q, k, v, out, lse, rows, runs, items, num_items, bulk, head_block, heads, group, blocks, seqlen_q, seqlen_kv, mask_stride, scale_log2,
     q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, out_sb, out_ss, out_sh,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PIECES: tl.constexpr, HELD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    PIECES: tl.constexpr, IN_REGISTERS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and lse (natural logarithm) of BLOCK_M queries of one head."""
     item, entry, block, batch, head = place(items, num_items, bulk, head_block, heads, blocks)
@@ -163,8 +163,8 @@ def forward_kernel(
     v = operand(v, v_sb, v_ss, v_sh, TMA)
     out = operand(out, out_sb, out_ss, out_sh, False)
     q_tile = load_tile(q, batch, head, start, seqlen_q, DIM, BLOCK_M, BLOCK_D, False)
-    if HELD:
-        q_tile = in_registers(q_tile, exists)
+    if IN_REGISTERS:
+        q_tile = to_registers(q_tile, exists)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -47,12 +47,12 @@ SWEEP_SHARE = 0.7
 
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "fwd": (
-        Tile(128, 64, 8, 2, 128), Tile(128, 64, 8, 2, 128, held=True), Tile(64, 64, 4, 2, held=True), Tile(64, 128, 4, 1),
-        Tile(64, 128, 4, 1, held=True), Tile(128, 128, 8, 1, held=True), Tile(128, 128, 8, 2), Tile(64, 64, 4, 2),
+        Tile(128, 64, 8, 2, 128), Tile(128, 64, 8, 2, 128, in_registers=True), Tile(64, 64, 4, 2, in_registers=True), Tile(64, 128, 4, 1),
+        Tile(64, 128, 4, 1, in_registers=True), Tile(128, 128, 8, 1, in_registers=True), Tile(128, 128, 8, 2), Tile(64, 64, 4, 2),
     ),
     "dq": (
-        Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, held=True), Tile(128, 64, 8, 2, held=True), Tile(128, 64, 8, 3, held=True),
-        Tile(64, 64, 4, 1, 168), Tile(64, 32, 4, 2, 168), Tile(128, 64, 8, 3),
+        Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, in_registers=True), Tile(128, 64, 8, 2, in_registers=True),
+        Tile(128, 64, 8, 3, in_registers=True), Tile(64, 64, 4, 1, 168), Tile(64, 32, 4, 2, 168), Tile(128, 64, 8, 3),
     ),
     "dkdv": (Tile(64, 64, 4, 2, early=True), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3, early=True), Tile(128, 64, 8, 3)),
 }  # fmt: skip
@@ -129,7 +129,8 @@ def geomean(values: list[float]) -> float:
 
 def tile_name(tile: Tile) -> str:
     limit = f"r{tile.max_registers}" if tile.max_registers else ""
-    return f"{tile.block}x{tile.step}w{tile.num_warps}s{tile.num_stages}{limit}{'e' if tile.early else ''}{'h' if tile.held else ''}"
+    flags = "e" * tile.early + "i" * tile.in_registers
+    return f"{tile.block}x{tile.step}w{tile.num_warps}s{tile.num_stages}{limit}{flags}"
 
 
 def runners(case: Case, x: Inputs, launch: Launch) -> dict[str, Callable[[], object]]:

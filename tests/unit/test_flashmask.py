@@ -316,15 +316,15 @@ def test_split_key_blocks_behind_whole_ones_are_right_in_either_order_of_the_pro
 
 
 @interpreted
-def test_rows_that_are_held_in_registers_give_the_same_bits():
+def test_rows_that_are_kept_in_registers_give_the_same_bits():
     from pytest_longca.kernels.flashmask_attention import attention_backward, attention_forward
 
     case = Case(mask=CausalDocument((70, 60)), heads_q=2, heads_kv=1, head_dim=24)
     x = make_inputs(case)
     launch = choose_launch(24, torch.float32, torch.device("cpu"))
     results = []
-    for held in (False, True):
-        tiles = {part: dataclasses.replace(getattr(launch, part), held=held) for part in ("fwd", "dq")}
+    for in_registers in (False, True):
+        tiles = {part: dataclasses.replace(getattr(launch, part), in_registers=in_registers) for part in ("fwd", "dq")}
         of_tiles = dataclasses.replace(launch, **tiles)
         plan = plan_case(case, of_tiles, torch.device("cpu"))
         out, lse = attention_forward(x.q, x.k, x.v, plan, case.scale, of_tiles)
