@@ -62,7 +62,7 @@ class ContextParallel:
         """Launch the work on every block; each is merged when the next has been launched, the first, which is the rank's own, last."""
         if len(self.plan.shards) > 1:
             kv = kv.contiguous()  # to travel on
-        total = OutSum(q, kv.shape[-1] - q.shape[-1])
+        total = OutSum(q, dim=kv.shape[-1] - q.shape[-1])
         launched: list[Finish[None]] = []
         for block in self.communicator.blocks(Block(kv, (self.plan.own,))):
             if step := self.plan.step(block.sources):
@@ -106,7 +106,7 @@ class ContextParallel:
         return finish
 
     def _launch(self, key: object, call: Callable[[], T], block: Block) -> Finish[T]:
-        """On the lowest lane if others travel and this block does not."""
+        """On a lowest lane if others travel and this block does not."""
         return self.lanes.launch(key, call, is_lowest=len(self.plan.shards) > 1 and block.sources == (self.plan.own,))
 
     def _packed(self, k: Tensor, v: Tensor) -> Tensor:

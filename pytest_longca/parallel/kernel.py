@@ -121,7 +121,7 @@ class VarlenBlock:
         raise NotImplementedError
 
     def block_forward(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> tuple[Tensor, Tensor]:
-        total = OutSum(q, v.shape[-1])
+        total = OutSum(q, dim=v.shape[-1])
         for call in segment.rounds:
             total.add(call.rows, *self.round_forward(q[call.rows], k[call.keys], v[call.keys], call, scale))
         return total.result()

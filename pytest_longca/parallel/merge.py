@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 HELD = 2
-"""How many partial gradients wait to be added in one go: each takes memory, and spares the sum a way to memory and back."""
+"""How many partial results wait to be added in one go: each takes memory, and spares the total a way to memory and back."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -16,111 +16,118 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def merge_into(target: tuple[Tensor, Tensor], a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None:
-    """Write the merge of `a` and `b` to `target`, which may be `a`: pairs of out `[rows, heads, dim]` and lse `[heads, rows]`.
+def merge_into(target: tuple[Tensor, Tensor], parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write the merge of one to three `parts` to `target`, which may be one of them.
 
-    A row whose lse is -inf in both saw no key: out 0, lse -inf. Dtypes of the outs may differ.
+    Each is a pair of out `[rows, heads, dim]` and lse `[heads, rows]`. A row whose lse is -inf in all saw no key: out 0, lse -inf.
+    Dtypes of the outs may differ.
     """
     if target[0].is_cuda and target[1].dtype is torch.float32:
         from pytest_longca.parallel.merge_triton import launch
 
-        launch(target, a, b)
+        launch(target, parts)
         return
-    lse = torch.logaddexp(a[1], b[1])
+    lse = torch.logsumexp(torch.stack([part[1] for part in parts]), 0)
     finite = lse.masked_fill(lse == -torch.inf, 0)
-    weight_a, weight_b = (torch.exp(part[1] - finite).mT[..., None] for part in (a, b))
-    target[0].copy_(a[0] * weight_a + b[0] * weight_b)
+    weighted = [out * torch.exp(part_lse - finite).mT[..., None] for out, part_lse in parts]
+    target[0].copy_(sum(weighted[1:], weighted[0]))
     target[1].copy_(lse)
 
 
-@dataclass(slots=True, eq=False)
-class OutSum:
-    """The merged output of one rank's rows. The first partial is kept as it came; the last merge writes the final dtype."""
+Part = tuple[Tensor, ...]
+"""Gradients of some rows, alone, or an output and its lse."""
 
-    q: Tensor  # [rows, heads, head_dim]: rows, heads, dtype and device of the result
-    dim: int
-    _sum: tuple[Tensor, Tensor] | None = None
-    _pending: tuple[slice, Tensor, Tensor] | None = None
+
+@dataclass(slots=True, eq=False)
+class _Total:
+    """What partial results of one rank's rows come to. A first one of all rows is kept as it came; only the last step rounds.
+
+    Each step reads the total and up to two partials, and writes the total.
+    """
+
+    like: Tensor  # [rows, heads, head_dim]: rows, heads, dtype and device of the result
+    _total: Part | None = None
+    _held: list[tuple[slice, Part]] = field(default_factory=list)
+
+    def _hold(self, rows: slice, part: Part) -> None:
+        if len(self._held) == HELD:
+            self._fold(accumulation_dtype(self.like.dtype))
+        self._held.append((rows, part))
+
+    def _fold(self, dtype: torch.dtype) -> None:
+        """Take in what is held: neighbours of the same rows in one go, the last of them to a total of this dtype."""
+        held, self._held = self._held, []
+        if self._total is None:  # one of all rows first, if there is one: it is kept as it came, and no zeros are written for the others
+            held.sort(key=lambda entry: len(entry[1][0]) < len(self.like))
+        groups = [(rows, [part for _, part in parts]) for rows, parts in itertools.groupby(held, key=lambda entry: entry[0])]
+        for place, (rows, parts) in enumerate(groups, 1):
+            self._take(rows, parts, dtype if place == len(groups) else accumulation_dtype(self.like.dtype))
+
+    def _take(self, rows: slice, parts: list[Part], dtype: torch.dtype) -> None:
+        before = [] if self._total is None else [self._total]
+        if len(parts[0][0]) == len(self.like) and (self._total is None or self._total[0].dtype is not dtype):
+            self._total = parts[0]
+            if before or len(parts) > 1:
+                self._total = torch.empty_like(parts[0][0], dtype=dtype, memory_format=torch.contiguous_format), *parts[0][1:]
+                self._write(self._total, [*before, *parts])
+            return
+        # Two narrow partials that are also the last ones stay narrow: their exact sum is rounded once.
+        total = self._nothing(dtype) if self._total is None else self._total
+        self._total = total = total[0].to(torch.promote_types(total[0].dtype, dtype)), *total[1:]
+        place = total[0][rows], *(lse[:, rows] for lse in total[1:])
+        self._write(place, [*(place for _ in before), *parts])
+
+    def _nothing(self, dtype: torch.dtype) -> Part:
+        raise NotImplementedError
+
+    def _write(self, target: Part, parts: Sequence[Part]) -> None:
+        raise NotImplementedError
+
+
+@dataclass(slots=True, eq=False)
+class OutSum(_Total):
+    """The merged output of one rank's rows, of `dim` numbers a head."""
+
+    dim: int = 0
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge a partial output of some rows: out `[n, heads, dim]`, lse `[heads, n]`. Both become this object's to overwrite."""
-        self._fold(accumulation_dtype(self.q.dtype))
-        self._pending = rows, out, lse
+        self._hold(rows, (out, lse))
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(out, lse) of all rows; rows that saw no key have out 0 and lse -inf."""
-        self._fold(self.q.dtype)
-        out, lse = self._sum or self._nothing(self.q.dtype)
-        return out.to(self.q.dtype), lse
+        self._fold(self.like.dtype)
+        out, lse = self._total or self._nothing(self.like.dtype)
+        return out.to(self.like.dtype), lse
 
-    def _fold(self, dtype: torch.dtype) -> None:
-        if self._pending is None:
-            return
-        rows, out, lse = self._pending
-        self._pending = None
-        is_whole = len(out) == len(self.q)
-        if self._sum is None and is_whole:
-            self._sum = out, lse
-            return
-        if self._sum is None:
-            self._sum = self._nothing(dtype)
-            self._sum[0][rows], self._sum[1][:, rows] = out, lse
-            return
-        before = self._sum
-        if before[0].dtype != dtype:
-            if is_whole:
-                self._sum = torch.empty_like(before[0], dtype=dtype), before[1]
-            elif dtype != self.q.dtype:
-                self._sum = before = before[0].to(dtype), before[1]
-        merge_into(_of(self._sum, rows), _of(before, rows), (out, lse))
-
-    def _nothing(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        num_rows, heads, _ = self.q.shape
-        out = self.q.new_zeros(num_rows, heads, self.dim, dtype=dtype)
+    def _nothing(self, dtype: torch.dtype) -> Part:
+        num_rows, heads, _ = self.like.shape
+        out = self.like.new_zeros(num_rows, heads, self.dim, dtype=dtype)
         return out, out.new_full((heads, num_rows), -torch.inf, dtype=accumulation_dtype(dtype))
 
-
-def _of(pair: tuple[Tensor, Tensor], rows: slice) -> tuple[Tensor, Tensor]:
-    return pair[0][rows], pair[1][:, rows]
+    def _write(self, target: Part, parts: Sequence[Part]) -> None:
+        merge_into((target[0], target[1]), [(part[0], part[1]) for part in parts])
 
 
 @dataclass(slots=True, eq=False)
-class GradSum:
-    """The summed gradient of one rank's rows. A first partial of all rows is kept as it came; only the last addition rounds."""
-
-    like: Tensor
-    _sum: Tensor | None = None
-    _held: list[tuple[slice, Tensor]] = field(default_factory=list)
+class GradSum(_Total):
+    """The summed gradient of one rank's rows."""
 
     def add(self, rows: slice, grad: Tensor) -> None:
         """Add a partial gradient `[n, heads, dim]` of some rows; it becomes this object's to overwrite."""
-        if len(self._held) == HELD:
-            self._fold(accumulation_dtype(self.like.dtype))
-        self._held.append((rows, grad))
+        self._hold(rows, (grad,))
 
     def result(self, dtype: torch.dtype) -> Tensor:
         """The sum of all rows, zero where nothing was added."""
         self._fold(dtype)
-        return self.like.new_zeros(self.like.shape, dtype=dtype) if self._sum is None else self._sum.to(dtype)
+        (total,) = self._total or self._nothing(dtype)
+        return total.to(dtype)
 
-    def _fold(self, dtype: torch.dtype) -> None:
-        """Add what is held: neighbours of the same rows in one go, the last of them to a sum of this dtype."""
-        held, self._held = self._held, []
-        if self._sum is None:  # one of all rows first, if there is one: it is kept as it came, and no zeros are written for the others
-            held.sort(key=lambda part: len(part[1]) < len(self.like))
-        groups = [(rows, [grad for _, grad in parts]) for rows, parts in itertools.groupby(held, key=lambda part: part[0])]
-        for place, (rows, grads) in enumerate(groups, 1):
-            self._add(rows, grads, dtype if place == len(groups) else accumulation_dtype(self.like.dtype))
+    def _nothing(self, dtype: torch.dtype) -> Part:
+        return (self.like.new_zeros(self.like.shape, dtype=dtype),)
 
-    def _add(self, rows: slice, grads: list[Tensor], dtype: torch.dtype) -> None:
-        before = [] if self._sum is None else [self._sum]
-        if len(grads[0]) == len(self.like) and (self._sum is None or self._sum.dtype is not dtype):
-            self._sum = summed([*before, *grads], dtype) if before or len(grads) > 1 else grads[0]
-            return
-        # Two narrow partials that are also the last ones stay narrow: their exact sum is rounded once.
-        total = self.like.new_zeros(self.like.shape, dtype=dtype) if self._sum is None else self._sum
-        self._sum = total = total.to(torch.promote_types(total.dtype, dtype))
-        sum_into(total[rows], [*(total[rows] for _ in before), *grads])
+    def _write(self, target: Part, parts: Sequence[Part]) -> None:
+        sum_into(target[0], [part[0] for part in parts])
 
 
 def summed(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

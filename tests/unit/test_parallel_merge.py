@@ -36,7 +36,7 @@ def expected(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tens
 @settings(max_examples=30, deadline=None)
 def test_out_sum_equals_the_merge_of_all_partials(count: int, rows: int, seed: int) -> None:
     parts = [partials(rows, 2, 3, seed + i) for i in range(count)]
-    total = OutSum(torch.zeros(rows, 2, 3, dtype=torch.float64), 3)
+    total = OutSum(torch.zeros(rows, 2, 3, dtype=torch.float64), dim=3)
     for out, lse in parts:
         total.add(slice(0, rows), out.clone(), lse.clone())
     for found, truth in zip(total.result(), expected(parts), strict=True):
@@ -44,7 +44,7 @@ def test_out_sum_equals_the_merge_of_all_partials(count: int, rows: int, seed: i
 
 
 def test_partials_of_some_rows_leave_the_others_alone() -> None:
-    total = OutSum(torch.zeros(6, 2, 3), 3)
+    total = OutSum(torch.zeros(6, 2, 3), dim=3)
     (a, lse_a), (b, lse_b) = partials(4, 2, 3, 1, torch.float32), partials(3, 2, 3, 2, torch.float32)
     total.add(slice(1, 5), a.clone(), lse_a.clone())
     total.add(slice(3, 6), b.clone(), lse_b.clone())
@@ -55,7 +55,7 @@ def test_partials_of_some_rows_leave_the_others_alone() -> None:
 
 
 def test_nothing_added_is_zero_and_minus_infinity() -> None:
-    out, lse = OutSum(torch.zeros(4, 2, 3, dtype=torch.bfloat16), 5).result()
+    out, lse = OutSum(torch.zeros(4, 2, 3, dtype=torch.bfloat16), dim=5).result()
     assert out.shape == (4, 2, 5) and out.dtype is torch.bfloat16 and not out.any()
     assert lse.dtype is torch.float32 and (lse == -INF).all()
     assert not GradSum(torch.zeros(4, 2, 3)).result(torch.float32).any()
@@ -96,13 +96,15 @@ def test_gradient_of_any_rows_in_any_order_is_their_sum(places: list[tuple[int, 
     torch.testing.assert_close(total.result(torch.float64), wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_partial_gradients_are_read_and_written_in_their_sums_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight partial gradients of the same rows are four sums, two more at a time; nothing is converted or copied apart from them."""
-    honest, sums, inside = merge.sum_into, list[tuple[torch.dtype, list[torch.dtype]]](), False
+@pytest.mark.parametrize("kind", [OutSum, GradSum])
+def test_partial_results_are_read_and_written_in_their_sums_only(monkeypatch: pytest.MonkeyPatch, kind: type[OutSum | GradSum]) -> None:
+    """Eight partial results of the same rows are four sums, two more at a time; nothing is converted or copied apart from them."""
+    name = "merge_into" if kind is OutSum else "sum_into"
+    honest, sums, inside = getattr(merge, name), list[tuple[torch.dtype, list[torch.dtype]]](), False
 
-    def counted(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    def counted(target: Any, parts: Sequence[Any]) -> None:
         nonlocal inside
-        sums.append((target.dtype, [part.dtype for part in parts]))
+        sums.append((_first(target).dtype, [_first(part).dtype for part in parts]))
         inside = True
         honest(target, parts)
         inside = False
@@ -118,15 +120,28 @@ def test_partial_gradients_are_read_and_written_in_their_sums_only(monkeypatch: 
                 self.seen.add(func.overloadpacket.__name__)
             return result
 
-    monkeypatch.setattr(merge, "sum_into", counted)
-    total, parts = GradSum(torch.zeros(4, 1, 1, dtype=torch.bfloat16)), torch.ones(8, 4, 1, 1, dtype=torch.bfloat16).unbind()
+    monkeypatch.setattr(merge, name, counted)
+    like, parts = torch.zeros(4, 1, 1, dtype=torch.bfloat16), torch.ones(8, 4, 1, 1, dtype=torch.bfloat16).unbind()
+    lses = torch.zeros(8, 1, 4).unbind()
     with Apart() as apart:
-        for part in parts:
-            total.add(slice(0, 4), part)
-        assert total.result(torch.bfloat16).tolist() == [[[8.0]]] * 4
+        if kind is OutSum:
+            outs = OutSum(like, dim=1)
+            for part, lse in zip(parts, lses, strict=True):
+                outs.add(slice(0, 4), part, lse)
+            out, lse = outs.result()
+        else:
+            grads = GradSum(like)
+            for part in parts:
+                grads.add(slice(0, 4), part)
+            out = grads.result(torch.bfloat16)
+    assert out.tolist() == [[[1.0 if kind is OutSum else 8.0]]] * 4
     wide, narrow = torch.float32, torch.bfloat16
     assert sums == [(wide, [narrow] * 2), *[(wide, [wide, narrow, narrow])] * 2, (narrow, [wide, narrow, narrow])]
-    assert apart.seen <= {"new_empty"}
+    assert apart.seen <= {"empty_like"}
+
+
+def _first(part: Any) -> torch.Tensor:
+    return part if isinstance(part, torch.Tensor) else part[0]
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the mechanisms' own tests run this kernel compiled")
@@ -153,30 +168,32 @@ def test_triton_sum_equals_the_plain_one(count: int, rows: int, dim: int, dtype:
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the mechanisms' own tests run this kernel compiled")
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize(("rows", "dim"), [(1, 8), (17, 8), (33, 6)])
-def test_triton_merge_equals_the_plain_one(rows: int, dim: int) -> None:
+def test_triton_merge_equals_the_plain_one(count: int, rows: int, dim: int) -> None:
     from pytest_longca.parallel.merge_triton import launch
 
-    a, b = partials(rows, 3, dim, 1, torch.float32), partials(rows, 3, dim, 2, torch.float32)
-    target = torch.empty_like(a[0]), torch.empty_like(a[1])
-    plain = torch.empty_like(a[0]), torch.empty_like(a[1])
-    launch(target, a, b)
-    merge_into(plain, a, b)
+    parts = [partials(rows, 3, dim, seed, torch.float32) for seed in range(count)]
+    target, plain = (tuple(torch.empty_like(x) for x in parts[0]) for _ in range(2))
+    launch(target, parts)
+    merge_into(plain, parts)
     torch.testing.assert_close(target, plain, rtol=1e-6, atol=1e-6)
-    launch(a, a, b)  # in place
-    torch.testing.assert_close(a, plain, rtol=1e-6, atol=1e-6)
+    launch(parts[0], parts)  # in place
+    torch.testing.assert_close(parts[0], plain, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the mechanisms' own tests run this kernel compiled")
-def test_triton_merge_takes_slices_of_rows_and_other_head_strides() -> None:
+@pytest.mark.parametrize("count", [2, 3])
+def test_triton_merge_takes_slices_of_rows_and_other_head_strides(count: int) -> None:
     from pytest_longca.parallel.merge_triton import launch
 
-    (out, lse), other = partials(9, 3, 4, 1, torch.float32), partials(5, 3, 4, 2, torch.float32)
-    other = other[0].transpose(0, 1).contiguous().transpose(0, 1), other[1]
+    (out, lse), *others = (partials(rows, 3, 4, rows, torch.float32) for rows in (9, 5, 6)[:count])
+    others = [(x[0][:5].transpose(0, 1).contiguous().transpose(0, 1), x[1][:, :5]) for x in others]
     wanted = out.clone(), lse.clone()
-    merge_into((wanted[0][2:7], wanted[1][:, 2:7]), (out[2:7], lse[:, 2:7]), other)
+    part = wanted[0][2:7], wanted[1][:, 2:7]
+    merge_into(part, [part, *others])
     part = out[2:7], lse[:, 2:7]
-    launch(part, part, other)
+    launch(part, [part, *others])
     torch.testing.assert_close((out, lse), wanted, rtol=1e-6, atol=1e-6)
 
 
