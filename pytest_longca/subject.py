@@ -2,7 +2,7 @@
 
 import dataclasses
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,7 +108,12 @@ class Subject:
     @cached_property
     def verdicts(self) -> list[Verdict]:
         """The verdicts on the clean result."""
-        return self.judge(self.result)
+        return self.judge(self.clean)
+
+    @cached_property
+    def clean(self) -> Result:
+        """The clean result where results are judged."""
+        return self.where_judged(self.result)
 
     @property
     def is_right(self) -> bool:
@@ -159,11 +164,20 @@ class Subject:
     def judge(self, result: Result) -> list[Verdict]:
         """The verdicts on a result of this case's own values."""
         self.facts[truth.VERIFIED] = truth.verified_by(self.case, self.inputs.q.device)
-        return truth.verdicts(self.case, self.inputs, result)
+        return truth.verdicts(self.case, self._judged_inputs, result)
+
+    def where_judged(self, result: Result) -> Result:
+        """A result where results are judged: a small case's on the host, so that no comparison has to wait for the device."""
+        return truth.where_judged(self.case, result)
+
+    @cached_property
+    def _judged_inputs(self) -> Inputs:
+        return truth.where_judged(self.case, self.inputs)
 
     def findings(self, check: str, result: Result, circumstance: str) -> list[Finding]:
         """What the truth says against a result that was had under a circumstance; none if it equals the clean one bit by bit."""
-        if same_bits(result, self.result):
+        result = self.where_judged(result)
+        if same_bits(result, self.clean):
             return []
         return self.wrong(check, result, circumstance)
 
@@ -197,13 +211,18 @@ def as_result(call: Call, out: Tensor, lse: Tensor | None, dq: Tensor | None, dk
 
 def same_bits(one: Result, two: Result) -> bool:
     """Whether two results are equal in every bit that counts (NaN equals NaN: the same failure is no news)."""
-    return all(_same(getattr(one, name), getattr(two, name)) for name in TENSORS)
+    pairs = [(getattr(one, name), getattr(two, name)) for name in TENSORS]
+    present = [pair for pair in pairs if None not in pair]
+    if any(x is not y for x, y in pairs if x is None or y is None):
+        return False
+    return are_equal(present) or all(bool(((x == y) | (x.isnan() & y.isnan())).all()) for x, y in present)
 
 
-def _same(one: Tensor | None, two: Tensor | None) -> bool:
-    if one is None or two is None:
-        return one is two
-    return torch.equal(one, two) or bool(((one == two) | (one.isnan() & two.isnan())).all())
+def are_equal(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether the tensors of each pair, of one shape, are equal; NaN equals nothing. A device is waited for once."""
+    if any(x.is_cuda for pair in pairs for x in pair):
+        return not bool(torch.stack([(x != y).any() for x, y in pairs]).any())
+    return all(torch.equal(x, y) for x, y in pairs)
 
 
 def finish_forward(case: Case, call: Call, q: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -102,7 +102,8 @@ class Together:
 
     def _wrong(self, result: Result, name: str) -> list[Finding]:
         """What the first result and the truth say against a result; the circumstance is worded only then."""
-        if same_bits(result, self.subject.result):
+        result = self.subject.where_judged(result)
+        if same_bits(result, self.subject.clean):
             return []
         is_due = self.subject.kernel.deterministic and name in SAME_OPERANDS
         differing = unequal(self.subject, "repeat", result, SAME_OPERANDS[name]) if is_due else []

@@ -38,8 +38,7 @@ def budget_of(device: torch.device) -> float:
 
 def verdicts(case: Case, inputs: Inputs, result: Result) -> list[Verdict]:
     """The verdict on each tensor of a result of the case's own inputs."""
-    if inputs.q.is_cuda and case.num_scores <= HOST_SCORES:
-        inputs, result = on_host(inputs), on_host(result)
+    inputs, result = where_judged(case, inputs), where_judged(case, result)
     choice = choose(case, budget_of(inputs.q.device))
     if choice.is_full:
         return judge(case, inputs, cached_reference(case, inputs, inputs.q.device), result)
@@ -54,16 +53,36 @@ def verdicts(case: Case, inputs: Inputs, result: Result) -> list[Verdict]:
     return list(worst.values())
 
 
+def where_judged(case: Case, given: Given) -> Given:
+    """Operands or results of a case where they are judged: a small one's on the host."""
+    return on_host(given) if case.num_scores <= HOST_SCORES else given
+
+
 def on_host(given: Given) -> Given:
-    """Operands or results in the host's memory; what shares memory along an axis (stride 0) still does."""
+    """Operands or results in the host's memory; what shares memory along an axis (stride 0) still does. What is there already stays.
+
+    One copy brings all of them: each waits for the device, and for whoever else has it.
+    """
     fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
-    moved: dict[str, Any] = {name: _moved(x) for name, x in fields.items() if isinstance(x, Tensor)}
-    return dataclasses.replace(given, **moved)
+    away = {name: x for name, x in fields.items() if isinstance(x, Tensor) and x.device.type != "cpu"}
+    return dataclasses.replace(given, **fetched(away)) if away else given
 
 
-def _moved(x: Tensor) -> Tensor:
-    once = x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())]
-    return once.cpu().expand(x.shape)
+@torch.no_grad()
+def fetched(away: dict[str, Tensor]) -> dict[str, Any]:
+    """Tensors of one device in the host's memory, by one copy."""
+    # The widest elements first: then each tensor begins at a multiple of its element's size.
+    widest_first = sorted(away.items(), key=lambda item: -item[1].element_size())
+    once = {name: x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())] for name, x in widest_first}
+    every = torch.cat([_bytes(x) for x in once.values()]).cpu()
+    parts = every.split([x.numel() * x.element_size() for x in once.values()])
+    moved = zip(once.items(), parts, strict=True)
+    return {name: part.view(x.dtype).view(x.shape).expand(away[name].shape) for (name, x), part in moved}
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """A tensor's bytes in a row; a single number may have come with a stride of 0."""
+    return x.reshape(-1).as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _as_verdict(tensor: str, identity: Identity) -> Verdict:
