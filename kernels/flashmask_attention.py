@@ -86,7 +86,8 @@ def _launch_dkdv(tensors: Sequence[Tensor], stats: Tensor, plan: Plan, schedule:
         dk_parts, dv_parts, stats, plan.columns, plan.runs, schedule.items,
         *order, heads_kv, q.shape[2], blocks, q.shape[1], seqlen_kv, seqlen_kv,
         stats.shape[-1], stats.numel() // 2, parts, scale * LOG2_E, scale, *strides,
-        BLOCK_N=tile.block, BLOCK_M=tile.step, PIECES=plan.column_pieces, EARLY=tile.early, **constants, **_options(tile),
+        BLOCK_N=tile.block, BLOCK_M=tile.step, PIECES=plan.column_pieces, EARLY=tile.early,
+        IN_REGISTERS=tile.in_registers, **constants, **_options(tile),
     )  # fmt: skip
     if not schedule.slots:
         return

@@ -78,8 +78,10 @@ def dq_kernel(
     tl.store(stats + head_row * stats_rows + row, top)
     tl.store(stats + stats_stride + head_row * stats_rows + row, delta)
     q_tile = load_tile(q, batch, head, start, seqlen_q, DIM, BLOCK_M, BLOCK_D, False)
-    if IN_REGISTERS:
-        q_tile, do_tile = to_registers(q_tile, exists), to_registers(do_tile, exists)
+    if IN_REGISTERS >= 1:
+        q_tile = to_registers(q_tile, seqlen_q)
+    if IN_REGISTERS >= 2:
+        do_tile = to_registers(do_tile, seqlen_q)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for MASKED in tl.static_range(2):
         acc = _gather_dq(
@@ -131,7 +133,7 @@ def dkdv_kernel(
     seqlen_q, seqlen_kv, mask_stride, stats_rows, stats_stride, parts, scale_log2, scale,
     q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, do_sb, do_ss, do_sh, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PIECES: tl.constexpr, EARLY: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    PIECES: tl.constexpr, EARLY: tl.constexpr, IN_REGISTERS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys of one key/value head: sums over its query heads, or over some of them into a slot."""
     item, entry, block, batch, head_kv = place(items, num_items, bulk, head_block, heads_kv, blocks)
@@ -150,6 +152,10 @@ def dkdv_kernel(
     dv = operand(dv, dv_sb, dv_ss, dv_sh, False)
     k_tile = load_tile(k, batch, head_kv, start, seqlen_kv, DIM, BLOCK_N, BLOCK_D, False)
     v_tile = load_tile(v, batch, head_kv, start, seqlen_kv, DIM_V, BLOCK_N, BLOCK_DV, False)
+    if IN_REGISTERS >= 1:
+        k_tile = to_registers(k_tile, seqlen_kv)
+    if IN_REGISTERS >= 2:
+        v_tile = to_registers(v_tile, seqlen_kv)
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for MASKED in tl.static_range(2):

@@ -39,9 +39,16 @@ def load_tile(x, batch, head, start, length, DIM: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def to_registers(x, exists):
-    """The rows as they are, which are 0 where they do not exist, computed: what was only loaded Triton multiplies from shared memory."""
-    return tl.where(exists[:, None], x, 0.0)
+def to_registers(x, length):
+    """The rows as they are, laid out as a product is, which no compiler knows to be 0.
+
+    What was only loaded Triton multiplies from shared memory, and what was loaded and computed it loads from there again in every round.
+    """
+    row: tl.constexpr = [x.shape[0], 16]
+    column: tl.constexpr = [16, x.shape[1]]
+    never = (length < 0).to(x.dtype)
+    product = tl.dot(tl.full(row, 1.0, x.dtype), tl.zeros(column, x.dtype) + never)
+    return tl.where(product == 0.0, x, 0.0)
 
 
 @triton.jit
@@ -164,7 +171,7 @@ def forward_kernel(
     out = operand(out, out_sb, out_ss, out_sh, False)
     q_tile = load_tile(q, batch, head, start, seqlen_q, DIM, BLOCK_M, BLOCK_D, False)
     if IN_REGISTERS:
-        q_tile = to_registers(q_tile, exists)
+        q_tile = to_registers(q_tile, seqlen_q)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -31,8 +31,8 @@ class Tile:
 
     `max_registers` limits a thread's registers, so that two programs share an SM and one computes exponentials while the other
     multiplies; 0 is no limit. `early` (dk and dv) multiplies V dO^T before the exponentials, not after them: dS is then computed while
-    P^T dO is multiplied, for more registers. `in_registers` (forward and dq) keeps the rows that a program owns in registers instead of
-    shared memory, of which products of 64 x 64 then read half as much. It has not been timed yet.
+    P^T dO is multiplied, for more registers. `in_registers` counts the operands of a program's own rows that registers keep, not shared
+    memory, of which products of 64 x 64 then read half as much: q, then dO (dq), or k, then v (dk and dv). It has not been timed yet.
     """
 
     block: int
@@ -41,7 +41,7 @@ class Tile:
     num_stages: int = 1
     max_registers: int = 0
     early: bool = False
-    in_registers: bool = False
+    in_registers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

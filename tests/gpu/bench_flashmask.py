@@ -39,22 +39,26 @@ SHORT = dict(
 )
 PARTS = ("fwd", "dq", "dkdv")
 
-SWEPT = ("full", "causal", "causal_sliding_window", "causal_document")
-"""What candidates are timed on: long runs of full tiles, and mostly partial ones; even work, and uneven."""
+SWEPT = ("full", "causal", "causal_sliding_window", "causal_document", "shared_question", "causal_blockwise", "prefix_lm_document")
+"""What candidates are timed on: long runs of full tiles, and mostly partial ones; even work, and uneven; where we lead by least."""
 
 SWEEP_SHARE = 0.7
 """How much of the time a sweep may take; the rest is the comparison's."""
 
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "fwd": (
-        Tile(128, 64, 8, 2, 128), Tile(128, 64, 8, 2, 128, in_registers=True), Tile(64, 64, 4, 2, in_registers=True), Tile(64, 128, 4, 1),
-        Tile(64, 128, 4, 1, in_registers=True), Tile(128, 128, 8, 1, in_registers=True), Tile(128, 128, 8, 2), Tile(64, 64, 4, 2),
+        Tile(128, 64, 8, 2, 128), Tile(64, 64, 4, 2, in_registers=1), Tile(64, 64, 4, 2, 168, in_registers=1),
+        Tile(64, 128, 4, 1, in_registers=1), Tile(128, 64, 8, 3, in_registers=1), Tile(128, 128, 8, 2, in_registers=1),
     ),
     "dq": (
-        Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, in_registers=True), Tile(128, 64, 8, 2, in_registers=True),
-        Tile(128, 64, 8, 3, in_registers=True), Tile(64, 64, 4, 1, 168), Tile(64, 32, 4, 2, 168), Tile(128, 64, 8, 3),
+        Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, in_registers=1), Tile(64, 64, 4, 2, in_registers=2), Tile(64, 64, 4, 3, in_registers=2),
+        Tile(128, 64, 8, 4), Tile(128, 64, 8, 3, in_registers=1), Tile(128, 64, 8, 3, in_registers=2), Tile(128, 64, 8, 4, in_registers=2),
     ),
-    "dkdv": (Tile(64, 64, 4, 2, early=True), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3, early=True), Tile(128, 64, 8, 3)),
+    "dkdv": (
+        Tile(64, 64, 4, 2, early=True), Tile(64, 64, 4, 2, early=True, in_registers=1), Tile(64, 64, 4, 2, in_registers=1),
+        Tile(64, 32, 4, 3, early=True), Tile(64, 32, 4, 3, early=True, in_registers=1), Tile(64, 32, 4, 2, early=True, in_registers=2),
+        Tile(64, 32, 4, 3, early=True, in_registers=2), Tile(64, 32, 4, 3, in_registers=2),
+    ),
 }  # fmt: skip
 """Tiles that compile for Hopper at head_dim 128 without spilling more than a few registers. First, what is used now."""
 
@@ -129,18 +133,21 @@ def geomean(values: list[float]) -> float:
 
 def tile_name(tile: Tile) -> str:
     limit = f"r{tile.max_registers}" if tile.max_registers else ""
-    flags = "e" * tile.early + "i" * tile.in_registers
+    flags = "e" * tile.early + "i" * tile.in_registers  # ii: two operands
     return f"{tile.block}x{tile.step}w{tile.num_warps}s{tile.num_stages}{limit}{flags}"
 
 
-def runners(case: Case, x: Inputs, launch: Launch) -> dict[str, Callable[[], object]]:
-    """Each of the three kernels as a function without arguments, after one run of all."""
+def runners(
+    case: Case, x: Inputs, launch: Launch, known: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> dict[str, Callable[[], object]]:
+    """Each of the three kernels as a function without arguments. `known` is out and lse; dq has run once, which dk and dv build on."""
     plan = plan_case(case, launch, x.q.device)
     assert plan.dq is not None and plan.dkdv is not None
-    out, lse = attention.attention_forward(x.q, x.k, x.v, plan, case.scale, launch)
+    out, lse = known or attention.attention_forward(x.q, x.k, x.v, plan, case.scale, launch)
     dq, dk, dv = (torch.empty_like(t) for t in (x.q, x.k, x.v))
     stats = torch.empty(2, *lse.shape[:2], -(-x.q.shape[1] // launch.dq.block) * launch.dq.block, device="cuda")
     of_dq, of_dkdv, schedules = (x.do, x.q, x.k, x.v, out, dq), (x.do, x.q, x.k, x.v, dk, dv), (plan.dq, plan.dkdv)
+    attention._launch_dq(of_dq, lse, stats, plan, schedules[0], case.scale, launch, launch.tma)
     return {
         "fwd": lambda: attention.attention_forward(x.q, x.k, x.v, plan, case.scale, launch),
         "dq": lambda: attention._launch_dq(of_dq, lse, stats, plan, schedules[0], case.scale, launch, launch.tma),
@@ -162,14 +169,13 @@ def errors(case: Case, launch: Launch) -> float:
 
 
 def launches(part: str, base: Launch) -> Iterator[Launch]:
-    """Every candidate for one kernel, and the base without TMA."""
+    """Every candidate for one kernel."""
     for tile in CANDIDATES[part]:
         yield dataclasses.replace(base, **{part: tile})
-    yield dataclasses.replace(base, tma=False)
 
 
 def label(part: str, launch: Launch) -> str:
-    return tile_name(getattr(launch, part)) + ("" if launch.tma else " ptr")
+    return tile_name(getattr(launch, part))
 
 
 def verified(bench: Bench, part: str, base: Launch) -> list[Launch]:
@@ -192,28 +198,32 @@ def sweep(bench: Bench, base: Launch, parts: list[str], seqlens: list[int]) -> L
     """Time every verified candidate of these kernels on every mask; the best by geometric mean over masks and lengths."""
     best = base
     for part in parts:
+        began = time.monotonic()
         good = verified(bench, part, base)
-        scores: dict[str, list[float]] = {label(part, launch): [] for launch in good}
+        scores: dict[str, dict[str, float]] = {label(part, launch): {} for launch in good}
         for seqlen in seqlens:
-            say(f"{part} ms at {seqlen}: " + " ".join(f"{SHORT[name]:>7}" for name in SWEPT))
-            table = {name: times_of(bench, name, seqlen, part, good) for name in SWEPT if not bench.late}
-            for launch in good:
-                row = [table[name][label(part, launch)] for name in table]
-                scores[label(part, launch)] += row
-                say(f"{label(part, launch):>16} " + " ".join(f"{ms:7.3f}" for ms in row))
-        ranked = sorted(good, key=lambda launch: geomean(scores[label(part, launch)]))
-        say(f"{part} best: " + ", ".join(f"{label(part, c)} {geomean(scores[label(part, c)]):.3f}" for c in ranked[:4]))
-        tuned = [launch for launch in ranked if launch.tma and scores[label(part, launch)]]
-        if tuned:
-            best = dataclasses.replace(best, **{part: getattr(tuned[0], part)})
-        bench.found[part] = scores
+            say(f"{part} ms at {seqlen}: " + " ".join(f"{SHORT[name]:>7}" for name in SWEPT) + "  geomean")
+            table = {name: times_of(bench, name, seqlen, part, good, base) for name in SWEPT if not bench.late}
+            for own in scores:
+                row = {f"{name}:{seqlen}": table[name][own] for name in table}
+                scores[own] |= row
+                say(f"{own:>16} " + " ".join(f"{ms:7.3f}" for ms in row.values()) + f"  {geomean(list(row.values())):7.3f}")
+        means = {own: geomean(list(times.values())) for own, times in scores.items()}
+        ranked = sorted(good, key=lambda launch: means[label(part, launch)])
+        say(f"{part} best: " + ", ".join(f"{label(part, c)} {means[label(part, c)]:.3f}" for c in ranked[:4]))
+        say(f"{part}: {time.monotonic() - began:.0f} s")
+        if ranked and scores[label(part, ranked[0])]:
+            best = dataclasses.replace(best, **{part: getattr(ranked[0], part)})
+        bench.found[part] = {"ms": scores, "geomean": means}
     return best
 
 
-def times_of(bench: Bench, name: str, seqlen: int, part: str, candidates: list[Launch]) -> dict[str, float]:
+def times_of(bench: Bench, name: str, seqlen: int, part: str, candidates: list[Launch], base: Launch) -> dict[str, float]:
+    """Median ms of each candidate, all after one forward of the base."""
     case = bench.case(name, seqlen)
     x = make_inputs(case, "cuda")
-    return {label(part, launch): median_ms(runners(case, x, launch)[part], 120.0) for launch in candidates}
+    known = attention.attention_forward(x.q, x.k, x.v, plan_case(case, base, x.q.device), case.scale, base)
+    return {label(part, launch): median_ms(runners(case, x, launch, known)[part], 120.0) for launch in candidates}
 
 
 def sweep_order(bench: Bench, launch: Launch, seqlens: list[int]) -> None:
@@ -342,6 +352,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--sweep", action="store_true", help="time every candidate tile first, and compare with the best")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help="of the sweep (default: fwd,dq,dkdv)")
+    parser.add_argument("--turns", action="store_true", help="after the sweep, time the orders in which heads take turns too")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--processes", type=int, default=10)
     parser.add_argument("--out", type=Path, help="a JSON file for all times")
@@ -366,7 +377,8 @@ def main() -> None:
         end, bench.deadline = bench.deadline, began + 60 * args.minutes * SWEEP_SHARE
         best = sweep(bench, base, args.parts, seqlens)
         bench.save(args.out)
-        sweep_order(bench, best, seqlens)
+        if args.turns:
+            sweep_order(bench, best, seqlens)
         bench.deadline = end
     compare(bench, best, wanted)
     bench.save(args.out)

@@ -316,20 +316,39 @@ def test_split_key_blocks_behind_whole_ones_are_right_in_either_order_of_the_pro
 
 
 @interpreted
-def test_rows_that_are_kept_in_registers_give_the_same_bits():
+@pytest.mark.parametrize("early", [False, True])
+def test_rows_that_are_kept_in_registers_give_the_same_bits(early):
     from pytest_longca.kernels.flashmask_attention import attention_backward, attention_forward
 
     case = Case(mask=CausalDocument((70, 60)), heads_q=2, heads_kv=1, head_dim=24)
     x = make_inputs(case)
     launch = choose_launch(24, torch.float32, torch.device("cpu"))
     results = []
-    for in_registers in (False, True):
-        tiles = {part: dataclasses.replace(getattr(launch, part), in_registers=in_registers) for part in ("fwd", "dq")}
+    for in_registers in (0, 1, 2):
+        tiles = {part: dataclasses.replace(getattr(launch, part), in_registers=in_registers) for part in ("fwd", "dq", "dkdv")}
+        tiles["dkdv"] = dataclasses.replace(tiles["dkdv"], early=early)
         of_tiles = dataclasses.replace(launch, **tiles)
         plan = plan_case(case, of_tiles, torch.device("cpu"))
         out, lse = attention_forward(x.q, x.k, x.v, plan, case.scale, of_tiles)
         results.append((out, lse, *attention_backward(x.do, x.q, x.k, x.v, out, lse, plan, case.scale, of_tiles)))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True))
+
+
+@interpreted
+@pytest.mark.parametrize("in_registers", [1, 2])
+def test_rows_that_are_kept_in_registers_give_right_results(in_registers):
+    from pytest_longca.kernels.flashmask_attention import attention_backward, attention_forward
+
+    case = Case(mask=CausalDocument((70, 60)), heads_q=4, heads_kv=2, head_dim=24, head_dim_v=40)
+    x = make_inputs(case)
+    launch = choose_launch(40, torch.float32, torch.device("cpu"))
+    tiles = {part: dataclasses.replace(getattr(launch, part), in_registers=in_registers) for part in ("fwd", "dq", "dkdv")}
+    launch = dataclasses.replace(launch, **tiles)
+    plan = plan_case(case, launch, torch.device("cpu"))
+    out, lse = attention_forward(x.q, x.k, x.v, plan, case.scale, launch)
+    dq, dk, dv = attention_backward(x.do, x.q, x.k, x.v, out, lse, plan, case.scale, launch)
+    got = {"lse": lse.double()} | {n: heads_first(t) for n, t in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv))}
+    assert max(worst(case, x, got).values()) <= 1.0
 
 
 def test_unsupported_cases_are_refused_with_a_reason():
