@@ -30,6 +30,7 @@ class Plan:
     shards: list[Tensor]
     own: int
     device: torch.device
+    is_exact: bool = False  # see make_step
     _steps: dict[tuple[int, ...], Step | None] = field(default_factory=dict)
     _orders: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -42,7 +43,7 @@ class Plan:
         """The work between this rank's rows and the block of `sources`, or None if no row sees any of its keys."""
         if sources not in self._steps:
             keys = torch.cat([self.shards[source] for source in sources]).sort().values
-            self._steps[sources] = make_step(self.intervals[self.shards[self.own]], keys, self.device)
+            self._steps[sources] = make_step(self.intervals[self.shards[self.own]], keys, self.device, self.is_exact)
         return self._steps[sources]
 
     def order(self, sources: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -53,26 +54,26 @@ class Plan:
         return self._orders[sources]
 
 
-def make_step(intervals: Tensor, key_ids: Tensor, device: torch.device) -> Step | None:
+def make_step(intervals: Tensor, key_ids: Tensor, device: torch.device, is_exact: bool = False) -> Step | None:
     """The mask between rows with global `intervals` int32 `[rows, 2, 2]` and ascending `key_ids`.
 
-    Cut, in eighths, to the rows and keys that take part; None if there are none.
+    Cut to the rows and keys that take part, in eighths of all, so that backends that compile for each shape meet few shapes, unless
+    `is_exact`. None if there are none.
     """
     local = localise(intervals, key_ids)
     occupied = local[..., 1] > local[..., 0]
     rows = occupied.any(1).nonzero().flatten()
     if len(rows) == 0:
         return None
-    first_row, end_row = _coarse(int(rows[0]), int(rows[-1]) + 1, len(local))
-    first_key, end_key = _coarse(int(local[..., 0][occupied].min()), int(local[..., 1].max()), len(key_ids))
+    first_row, end_row = _widened(int(rows[0]), int(rows[-1]) + 1, len(local), is_exact)
+    first_key, end_key = _widened(int(local[..., 0][occupied].min()), int(local[..., 1].max()), len(key_ids), is_exact)
     local = local[first_row:end_row] - first_key * occupied[first_row:end_row, :, None].to(torch.int32)
     segment = Segment(local.contiguous().to(device), end_key - first_key)
     return Step(slice(first_row, end_row), slice(first_key, end_key), segment)
 
 
-def _coarse(start: int, stop: int, total: int) -> tuple[int, int]:
-    """A range widened to eighths of the total, so that backends that compile for each shape meet few shapes."""
-    unit = -(-total // 8)
+def _widened(start: int, stop: int, total: int, is_exact: bool) -> tuple[int, int]:
+    unit = 1 if is_exact else -(-total // 8)
     return start // unit * unit, min(total, -(-stop // unit) * unit)
 
 

@@ -12,7 +12,7 @@ from pytest_longca.mask import Mask
 from pytest_longca.parallel.attend import ContextParallel
 from pytest_longca.parallel.comm import Chain, Communicator, Gather, Ring
 from pytest_longca.parallel.heads import HeadExchange
-from pytest_longca.parallel.kernel import BlockKernel
+from pytest_longca.parallel.kernel import BlockKernel, VarlenBlock
 from pytest_longca.parallel.lanes import Lanes
 from pytest_longca.parallel.layout import find_layout
 from pytest_longca.parallel.mechanisms import RANKS_PER_NODE, Heads, Mechanism, Mesh, check_mesh, find_mechanism
@@ -102,7 +102,7 @@ def bind(case: Case, sharing: Sharing, world: World, kernel: BlockKernel, shards
     """This rank's differentiable attention for the case. Collective where groups are made for the first time."""
     shards = shards or shards_of(case, sharing)
     mesh = shards.mesh
-    plan = Plan(shards.intervals, shards.ring, world.rank // mesh.heads, world.device)
+    plan = Plan(shards.intervals, shards.ring, world.rank // mesh.heads, world.device, is_exact=isinstance(kernel, VarlenBlock))
     tokens = [len(part) for part in shards.ring[plan.own].tensor_split(mesh.heads)]
     exchange = HeadExchange(world.channel(mesh, "heads"), tokens, head_groups(case, mesh, sharing.groups))
     lanes = Lanes.on(world.device, sharing.lanes)

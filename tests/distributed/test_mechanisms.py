@@ -1,6 +1,7 @@
 """The five mechanisms on real gloo ranks, forward and backward, fp64, against the single-device reference."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -45,6 +46,14 @@ def test_every_mesh_of_four_is_exact_degenerate_ones_too(pools: Pools, mesh: str
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "zigzag_global", "balanced", "striped"])
 def test_every_layout_is_exact_on_a_three_dimensional_mesh(pools: Pools, layout: str) -> None:
     assert_exact(pools, a_case("prefix_lm_document"), Sharing("loongtrain", 8, Mesh(2, 2, 2), layout))
+
+
+@pytest.mark.parametrize(("mask", "layout"), [("causal", "striped"), ("causal_document", "zigzag"), ("causal_sliding_window", "striped")])
+def test_kernel_of_runs_is_exact_where_blocks_leave_out_rows_and_keys(pools: Pools, mask: str, layout: str) -> None:
+    for sharing in (Sharing("ring_p2p", 4), Sharing("ring_allgather", 4), Sharing("loongtrain", 8, Mesh(2, 2, 2))):
+        case = a_case(mask)
+        errors = run_parallel(pools(sharing.world), case, replace(sharing, layout=layout), "naive_rounds:NaiveRounds")["errors"]
+        assert max(errors.values()) <= LIMIT, (case.id, sharing, errors)
 
 
 @pytest.mark.parametrize(("heads", "mesh"), [((8, 1), "1x2x4"), ((8, 2), "1x1x8"), ((4, 4), "2x2x2"), ((12, 6), "1x4x2")])

@@ -1,5 +1,6 @@
 """Layouts and plans without processes: tokens are placed exactly once, and the plan's cells tile the mask exactly once."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -7,12 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_longca.case import Case
 from pytest_longca.catalogue import MASK_GROUPS, MASKS, load
 from pytest_longca.mask import Mask
+from pytest_longca.parallel.kernel import NaiveBlock, VarlenBlock
 from pytest_longca.parallel.layout import LAYOUTS
 from pytest_longca.parallel.plan import Plan
 from pytest_longca.parallel.segment import Round, Segment, find_runs
-from pytest_longca.parallel.setup import document_lengths
+from pytest_longca.parallel.setup import Sharing, bind, document_lengths
+from pytest_longca.parallel.world import World
 
 CPU = torch.device("cpu")
 STATIC = MASK_GROUPS["static"]
@@ -91,6 +95,15 @@ def test_every_block_of_a_striped_causal_mask_is_one_causal_call_of_nearly_equal
             (call,) = step.segment.rounds
             assert call.is_causal and call.is_dense
             assert step.segment.area == (136 if source <= plan.own else 120)
+
+
+def test_kernel_of_runs_gets_no_row_that_sees_nothing_at_the_ends() -> None:
+    """Its calls leave such rows out anyhow; in a step they would be zeros to write and to add. Others compile for each shape."""
+    case, sharing = Case(mask=load(MASKS["causal"]).default(96, 0), heads_q=2, heads_kv=1, head_dim=8, dtype="fp64"), Sharing("ring_p2p", 4)
+    for kernel, first in ((VarlenBlock(), 1), (NaiveBlock(), 0)):
+        plan = bind(case, replace(sharing, layout="striped"), World(1, 4, is_connected=False), kernel).plan
+        later = plan.step((2,))  # each of its keys is behind the row of the same place
+        assert later and (later.rows, later.keys) == (slice(first, 24), slice(0, 24 - first))
 
 
 @pytest.mark.parametrize("name", STATIC)
