@@ -64,6 +64,9 @@ class Arithmetic(Protocol):
     def exponentials(self, scores: Tensor, highest: Tensor, scale: float, factor: Tensor | None = None) -> Weights:
         """exp(scale * (scores - highest)) * factor."""
 
+    def weights(self, p: Tensor) -> Weights:
+        """P that is known."""
+
     def gradients(self, p: Tensor, dp: Tensor, delta: Tensor) -> Weights:
         """p * (dp - delta)."""
 
@@ -101,7 +104,9 @@ class Exact:
         return a @ b if b.shape[-1] > FEW_COLUMNS else (b.mT @ a.mT).mT
 
     def exponentials(self, scores: Tensor, highest: Tensor, scale: float, factor: Tensor | None = None) -> Weights:
-        p = exponentials(scores, highest, scale, factor)
+        return self.weights(exponentials(scores, highest, scale, factor))
+
+    def weights(self, p: Tensor) -> Weights:
         return Weights(p, (p,), p, square := p.square(), square.square())
 
     def gradients(self, p: Tensor, dp: Tensor, delta: Tensor) -> Weights:
@@ -152,6 +157,10 @@ class Split:
     def exponentials(self, scores: Tensor, highest: Tensor, scale: float, factor: Tensor | None = None) -> Weights:
         p, high, low, square, fourth = self._exponentials(scores, highest, scale, factor)
         return Weights(p, (high, low), high, square, fourth)
+
+    def weights(self, p: Tensor) -> Weights:
+        high, low = halves(p)
+        return Weights(p, (high, low), high, square := high.square(), square.square())
 
     def gradients(self, p: Tensor, dp: Tensor, delta: Tensor) -> Weights:
         ds, high, low, size, square, fourth = self._gradients(p, dp, delta)

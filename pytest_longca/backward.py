@@ -129,7 +129,7 @@ class Backward:
         terms = Terms(
             absolute=self.dq_absolute * ops.growth[..., None] * ops.scale,
             squares=DS_ROUNDINGS * squares,
-            concentrated=DS_ROUNDINGS * concentrated(self.dq_fourths * (ops.growth * ops.scale) ** 4, squares, squares),
+            concentrated=DS_ROUNDINGS * concentrated(self.dq_fourths * (ops.growth * ops.scale).square().square(), squares, squares),
             roundings=DS_ROUNDINGS,
             growth=ops.growth,
             mean=ops.shared_key(ops.k),
@@ -141,7 +141,7 @@ class Backward:
         )
         dq = self.dq * ops.case.scale
         bound = bound_of(dq, terms, ops.rounding, ops.case.seqlen_kv, ops.query_deviations)
-        return ops.per_row(dq), Bound(*map(ops.per_row, bound.tensors()))
+        return ops.per_row(dq), bound.laid_out(ops.per_row, ops.visibility.small)
 
     def _dk(self) -> tuple[Tensor, Bound]:
         ops = self.ops
@@ -196,7 +196,7 @@ class Backward:
     def _of_keys(self, value: Tensor, terms: Terms) -> tuple[Tensor, Bound]:
         ops = self.ops
         bound = bound_of(value, terms, ops.rounding, ops.num_queries, ops.key_deviations)
-        return ops.per_key(value), Bound(*map(ops.per_key, bound.tensors()))
+        return ops.per_key(value), bound.laid_out(ops.per_key, ops.visibility.small)
 
     def _evenness_of_keys(self) -> Tensor:
         """The mean evenness of what each key's queries round, by P, `[batch * heads_kv, seqlen_kv]`."""

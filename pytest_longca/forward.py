@@ -34,6 +34,7 @@ class Forward:
         self.fourths = new(shape, dtype=work)  # sum of P^4 |V|^4
         self.flushed = new(*shape, case.head_dim_v, dtype=work) if ops.rounding.flush else None
         self.evenness = new(shape, dtype=work)
+        self._known: Weights | None = None  # P of a small case, which is one tile
 
     def visit(self, tile: RowTile) -> Tensor | None:
         """Compute a row tile. Gives its scores if they are in one piece, for the backward to use again."""
@@ -46,6 +47,8 @@ class Forward:
         if not tile.pieces:
             return None
         self._store(tile, sums)
+        if ops.visibility.small and sums.weights is not None:
+            self._known = ops.arithmetic.weights(sums.weights * self._factor(tile))
         if self.flushed is not None:
             self._add_underflow(tile, scores if len(tile.pieces) == 1 else None)
         return scores if len(tile.pieces) == 1 else None
@@ -55,12 +58,13 @@ class Forward:
         rows, (row_sum, first, sides, norms, fourths) = tile.rows, sums.sums
         total = row_sum.clamp_min(1.0)  # a row's highest score alone gives 1, and an empty row has nothing but zeros to divide
         absolute, key = (sides / total).split([self.ops.case.head_dim_v, self.ops.case.head_dim], -1)
-        squares = norms[..., :3] / total.square()
+        total2 = total.square()
+        squares = norms[..., :3] / total2
         self.out[:, :, rows] = self.ops.grouped(first / total, rows)
         self.absolute[:, :, rows] = self.ops.grouped(absolute, rows)
         self.mean_key[:, :, rows] = self.ops.grouped(torch.linalg.vector_norm(key, dim=-1), rows)
         self.squares[:, :, rows] = self.ops.grouped(squares, rows)
-        self.fourths[:, :, rows] = self.ops.grouped(fourths[..., 0] / total[..., 0] ** 4, rows)
+        self.fourths[:, :, rows] = self.ops.grouped(fourths[..., 0] / total2.square()[..., 0], rows)
         self.highest[:, :, rows] = self.ops.grouped(_finite(sums.highest)[..., 0], rows)
         self.total[:, :, rows] = self.ops.grouped(row_sum[..., 0], rows)
         shortfall = 1 - norms[..., 2] / total[..., 0]
@@ -69,8 +73,14 @@ class Forward:
 
     def weights(self, tile: RowTile, scores: Tensor) -> Weights:
         """P of a tile whose row sums are known: `[stacks, group * rows, keys]`."""
-        highest, total = (self.ops.flat(x, tile.rows)[..., None] for x in (self.highest, self.total))
-        return self.ops.arithmetic.exponentials(scores, highest, self.ops.scale, total.clamp_min(1.0).reciprocal())
+        if self._known is not None:
+            return self._known
+        highest = self.ops.flat(self.highest, tile.rows)[..., None]
+        return self.ops.arithmetic.exponentials(scores, highest, self.ops.scale, self._factor(tile))
+
+    def _factor(self, tile: RowTile) -> Tensor:
+        """What makes P of a tile's exponentials."""
+        return self.ops.flat(self.total, tile.rows)[..., None].clamp_min(1.0).reciprocal()
 
     def _add_underflow(self, tile: RowTile, scores: Tensor | None) -> None:
         """What out loses where P falls below the dtype's normal range, or out of it: only now is P known, and not just up to a factor."""
@@ -82,9 +92,10 @@ class Forward:
             as_rounded = widened(p, ops.rounding.flush)
             self.flushed[:, :, rows].add_(ops.grouped(ar.bound(ar.rough(flushed(p, ops.rounding.flush)), v), rows))
             self.absolute[:, :, rows].add_(ops.grouped(ar.bound(ar.rough(as_rounded - p), v), rows))
-            squares = ar.bound(ar.rough(as_rounded.square() - p.square()), ops.keys(ops.key_norms, piece))
+            rounded2, p2 = as_rounded.square(), p.square()  # `**` would take twenty times as long
+            squares = ar.bound(ar.rough(rounded2 - p2), ops.keys(ops.key_norms, piece))
             self.squares[:, :, rows, 0].add_(ops.grouped(squares[..., 0], rows))
-            fourths = ar.bound(ar.rough(as_rounded**4 - p**4), ops.keys(ops.value_fourths, piece))
+            fourths = ar.bound(ar.rough(rounded2.square() - p2.square()), ops.keys(ops.value_fourths, piece))
             self.fourths[:, :, rows].add_(ops.grouped(fourths[..., 0], rows))
 
     def finish(self) -> dict[str, tuple[Tensor, Bound]]:
@@ -94,7 +105,7 @@ class Forward:
         terms = Terms(
             absolute=self.absolute * ops.growth[..., None],
             squares=squares,
-            concentrated=concentrated(self.fourths * ops.growth**4, squares, squares),
+            concentrated=concentrated(self.fourths * ops.growth.square().square(), squares, squares),
             growth=ops.growth,
             mean=ops.shared_v,
             flushed=self.flushed,
@@ -103,7 +114,7 @@ class Forward:
             alike=ops.alike_p,
         )
         bound = bound_of(self.out, terms, ops.rounding, ops.case.seqlen_kv, ops.query_deviations)
-        return {"out": (ops.per_row(self.out), Bound(*map(ops.per_row, bound.tensors()))), "lse": self._lse()}
+        return {"out": (ops.per_row(self.out), bound.laid_out(ops.per_row, ops.visibility.small)), "lse": self._lse()}
 
     def log_sums(self, rows: slice) -> Tensor:
         """lse of a row tile that was visited, `[stacks, group, rows]`."""
@@ -126,13 +137,16 @@ class _Running:
         self.ops = ops
         self.highest: Tensor | None = None
         self.sums: tuple[Tensor, ...] = ()
+        self.weights: Tensor | None = None  # the last piece's exponentials
 
     def add(self, piece: Piece, scores: Tensor) -> None:
         ops, highest = self.ops, scores.amax(-1, keepdim=True)
         if self.highest is not None:
             highest = torch.maximum(self.highest, highest)
         shift = _finite(highest)
-        found = self._of_piece(piece, ops.arithmetic.exponentials(scores, shift, ops.scale))
+        weights = ops.arithmetic.exponentials(scores, shift, ops.scale)
+        self.weights = weights.value if ops.visibility.small else None
+        found = self._of_piece(piece, weights)
         if self.highest is not None:
             before = ((self.highest - shift) * ops.scale).exp()
             found = tuple(old * before**power + new for old, new, power in zip(self.sums, found, POWERS, strict=True))

@@ -15,6 +15,7 @@ from pytest_longca.limits import (
     TILE,
     TILE_ROWS,
     Bound,
+    Rounding,
     blocks_in_dtype,
     deviations,
     have_one_p,
@@ -26,6 +27,7 @@ from pytest_longca.signatures import Evidence, causes, causes_across
 
 OPERAND_OF = {"out": "do", "dq": "q", "dk": "k", "dv": "v"}
 """Each result has the shape of an operand."""
+TENSORS = ("out", "lse", "dq", "dk", "dv")
 GRADIENTS = ("dq", "dk", "dv")
 SMALLEST_NORM = {torch.float64: 1e-140, torch.float32: 1e-17}
 """Norms whose squares and products are exact enough."""
@@ -106,15 +108,22 @@ def _found(case: Case, inputs: Inputs, reference: Reference, result: Result) -> 
     """Each tensor that the kernel gave and the reference has, measured; malformed ones have their verdict."""
     found: dict[str, Verdict | _Measured] = {}
     copies = _copies(case, inputs, reference.lse)
-    for name in ("out", "lse", "dq", "dk", "dv"):
+    well_formed: dict[str, _Given] = {}
+    for name in TENSORS:
         value, truth = getattr(result, name), getattr(reference, name)
         if value is None or truth is None:
             continue
         if malformed := _malformed(case, name, value):
             found[name] = Verdict(name, math.inf, False, malformed)
+        elif name == "lse":
+            found[name] = _measure_lse(case, value, truth, reference.bounds[name])
         else:
-            found[name] = _measure(case, name, value, truth, reference, result.sums_in_dtype, copies.get(name, NO_COPIES))
-    return found
+            bound = _with_sums(case, name, truth, reference.bounds[name], copies[name]) if result.sums_in_dtype else reference.bounds[name]
+            well_formed[name] = _Given(value, truth, bound, copies[name])
+    for names in _measured_at_once(well_formed):
+        lse = reference.lse if names[0] in ("out", "dq") else None
+        found |= _measure_rows(case, {name: well_formed[name] for name in names}, lse)
+    return {name: found[name] for name in TENSORS if name in found}
 
 
 def _right_at_usual_scale(verdicts: list[Verdict], case: Case, inputs: Inputs, result: Result) -> list[str]:
@@ -221,18 +230,40 @@ def _on_host(measured: Sequence[_Measured]) -> Iterator[dict[str, float]]:
         yield {name: next(numbers) for name in one.stats}
 
 
-def _measure(case: Case, name: str, value: Tensor, truth: Tensor, reference: Reference, sums_in_dtype: bool, copies: _Copies) -> _Measured:
-    """A well-formed result beside its truth."""
-    bound = reference.bounds[name]
-    if name == "lse":
-        sizes, limits = _lse_errors(_as_truth(value, truth), truth), row_limit(bound, SCORE_UNIT[case.dtype])
-        rows = _over(sizes, limits)
-        return _Measured(value, truth, sizes, limits, rows, {"rows": _largest(rows)})
-    if sums_in_dtype and name in GRADIENTS:
-        lost = truth.shape[-1] ** 0.5 * rounding_of(case).smallest
-        dim, at_most = truth.shape[-1] // copies.columns, deviations(truth[..., 0].numel())
-        bound = bound.with_sums_in_dtype(blocks_in_dtype(case, name), dim, at_most, lost, torch.linalg.vector_norm(truth, dim=-1))
-    return _measure_rows(case, name, value, truth, bound, reference, copies)
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A well-formed out, dq, dk or dv, and what it is held against."""
+
+    value: Tensor
+    truth: Tensor
+    bound: Bound
+    copies: _Copies
+
+
+ROWS_AT_ONCE = 2**20
+"""Up to so many rows, tensors of as many are measured together: in long ones the copies would cost more than the starts of operations."""
+
+
+def _measured_at_once(given: dict[str, _Given]) -> list[tuple[str, ...]]:
+    """The names in groups that have the same rows: queries or keys."""
+    groups = [tuple(name for name in names if name in given) for names in (("out", "dq"), ("dk", "dv"))]
+    is_small = all(one.truth[..., 0].numel() <= ROWS_AT_ONCE for one in given.values())
+    return [group for group in groups if group] if is_small else [(name,) for group in groups for name in group]
+
+
+def _measure_lse(case: Case, value: Tensor, truth: Tensor, bound: Bound) -> _Measured:
+    sizes, limits = _lse_errors(_as_truth(value, truth), truth), row_limit(bound, SCORE_UNIT[case.dtype])
+    rows = _over(sizes, limits)
+    return _Measured(value, truth, sizes, limits, rows, {"rows": _largest(rows)})
+
+
+def _with_sums(case: Case, name: str, truth: Tensor, bound: Bound, copies: _Copies) -> Bound:
+    """The bound of a kernel that adds its gradients up in their dtype."""
+    if name not in GRADIENTS:
+        return bound
+    lost = truth.shape[-1] ** 0.5 * rounding_of(case).smallest
+    dim, at_most = truth.shape[-1] // copies.columns, deviations(truth[..., 0].numel())
+    return bound.with_sums_in_dtype(blocks_in_dtype(case, name), dim, at_most, lost, torch.linalg.vector_norm(truth, dim=-1))
 
 
 def _as_truth(value: Tensor, truth: Tensor) -> Tensor:
@@ -240,31 +271,47 @@ def _as_truth(value: Tensor, truth: Tensor) -> Tensor:
     return value.detach().to(truth.device, truth.dtype)
 
 
-def _measure_rows(case: Case, name: str, value: Tensor, truth: Tensor, bound: Bound, reference: Reference, copies: _Copies) -> _Measured:
-    """Out, dq, dk or dv: each row's error and the part of it along the row itself, and how these add up."""
-    rounding, x = rounding_of(case), _as_truth(value, truth)
+def _measure_rows(case: Case, given: dict[str, _Given], lse: Tensor | None) -> dict[str, _Measured]:
+    """Tensors of the same rows: each row's error and the part of it along the row itself, and how these add up.
+
+    What follows the sums over a row is `[tensors, batch, seqlen, heads]`. With `lse`, rows that see no key must be exactly 0.
+    """
+    rounding = rounding_of(case)
+    size, norm, along = (torch.stack(of_each) for of_each in zip(*(_errors(one, rounding) for one in given.values()), strict=True))
+    size.nan_to_num_(nan=math.inf, posinf=math.inf)
+    along.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+    along.masked_fill_(norm < SMALLEST_NORM[norm.dtype], 0.0)  # a row whose square underflows has no direction
+    bounds = [one.bound for one in given.values()]
+    limit = torch.stack([row_limit(bound, rounding.unit) for bound in bounds])
+    if lse is not None:
+        limit.masked_fill_((lse == -math.inf).transpose(1, 2), 0.0)
+    of_along, of_shared, of_joint = (torch.stack(of_each) for of_each in zip(*((b.along, b.shared, b.joint) for b in bounds), strict=True))
+    likely, shared = norm * (deviations(size[0].numel()) * rounding.unit), of_shared * norm
+    own, joint = of_along * likely, of_joint * likely
+    rows = torch.maximum(_over(size, limit), _over(along.abs(), own + shared))
+    of_heads = torch.stack((along, (own.square() - joint.square()).clamp_min_(0.0), joint, shared)).sum((2, 3))  # [4, tensors, heads]
+    copies = next(iter(given.values())).copies  # batches and heads are as many for all
+    largest, largest_gain = _largest_of_each(rows), _largest_of_each(_gain(of_heads, copies.batches))
+    gain = _gain(of_heads.sum(2), copies.batches * copies.heads)
+    found = {}
+    for (name, one), *measures in zip(given.items(), size, limit, rows, largest, largest_gain, gain, strict=True):
+        own_size, own_limit, own_rows, *numbers = measures
+        stats = dict(zip(("rows", "head_gain", "gain"), numbers, strict=True))
+        tiles = _tile_errors(own_size, one.bound, rounding.unit) if size.shape[2] >= TILE_ROWS and one.copies.columns == 1 else None
+        if tiles is not None:
+            stats["tiles"] = _largest(tiles)
+        found[name] = _Measured(one.value, one.truth, own_size, own_limit, own_rows, stats, tiles)
+    return found
+
+
+def _errors(given: _Given, rounding: Rounding) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's error, the norm of its truth, and their product <error, truth>."""
+    truth = given.truth
+    x = _as_truth(given.value, truth)
     as_held = truth / (truth.abs() <= rounding.largest)  # infinite where the dtype holds nothing so large
     error = (x - truth).masked_fill_(x == as_held, 0.0)
-    size = torch.linalg.vector_norm(error, dim=-1).nan_to_num_(nan=math.inf, posinf=math.inf)
-    limit = row_limit(bound, rounding.unit)
-    if name in ("out", "dq"):  # a row that sees no key is exactly 0
-        limit.masked_fill_((reference.lse == -math.inf).transpose(1, 2), 0.0)
-    norm = torch.linalg.vector_norm(truth, dim=-1)
-    along = error.mul_(truth).sum(-1).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)  # <error, ref>
-    along.masked_fill_(norm < SMALLEST_NORM[truth.dtype], 0.0)  # a row whose square underflows has no direction
-    likely, shared = norm * (deviations(size.numel()) * rounding.unit), bound.shared * norm
-    own, joint = bound.along * likely, bound.joint * likely
-    rows = torch.maximum(_over(size, limit), _over(along.abs(), own + shared))
-    of_heads = torch.stack((along, (own.square() - joint.square()).clamp_min_(0.0), joint, shared)).sum((1, 2))
-    stats = {
-        "rows": _largest(rows),
-        "head_gain": _largest(_gain(of_heads, copies.batches)),
-        "gain": _gain(of_heads.sum(1), copies.batches * copies.heads),
-    }
-    tiles = _tile_errors(size, bound, rounding.unit) if size.shape[1] >= TILE_ROWS and copies.columns == 1 else None
-    if tiles is not None:
-        stats["tiles"] = _largest(tiles)
-    return _Measured(value, truth, size, limit, rows, stats, tiles)
+    size, norm = torch.linalg.vector_norm(error, dim=-1), torch.linalg.vector_norm(truth, dim=-1)
+    return size, norm, error.mul_(truth).sum(-1)
 
 
 def _over(error: Tensor, limit: Tensor) -> Tensor:
@@ -281,6 +328,11 @@ def _tile_errors(size: Tensor, bound: Bound, unit: float) -> Tensor:
 
 def _largest(ratios: Tensor) -> Tensor:
     return ratios.max() if ratios.numel() else ratios.new_zeros(())
+
+
+def _largest_of_each(ratios: Tensor) -> Tensor:
+    """The largest of each tensor's ratios `[tensors, ...]`."""
+    return ratios.flatten(1).amax(1) if ratios.numel() else ratios.new_zeros(len(ratios))
 
 
 def _gain(sums: Tensor, copies: int) -> Tensor:

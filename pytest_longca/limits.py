@@ -5,7 +5,7 @@ sum of terms; `u` is a quarter of the dtype's spacing at 1 (2^-9 for bf16), so t
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -137,6 +137,12 @@ class Bound:
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (self.scale, self.spread, self.tile, self.allowed, self.along, self.squares, self.flush, self.shared, self.joint)
+
+    def laid_out(self, layout: Callable[[Tensor], Tensor], at_once: bool) -> "Bound":
+        """The bound in another layout of rows; all fields `at_once` in few operations, at the price of a copy."""
+        if not at_once:
+            return Bound(*map(layout, self.tensors()))
+        return Bound(*layout(torch.stack(tuple(self.tensors()), -1)).unbind(-1))
 
     def with_sums_in_dtype(self, blocks: int, dim: int, deviations: float, lost: float, size: Tensor) -> "Bound":
         """The bound of a kernel that rounds its sums to the dtype after each of `blocks` blocks.

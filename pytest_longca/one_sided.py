@@ -31,22 +31,23 @@ class OneSided:
         self.ops = ops
         self.lost = lost or UNDERFLOW[ops.case.dtype]
         keys = (ops.case.batch * ops.case.heads_kv, ops.case.seqlen_kv, 1)
-        self.cos, self.sin = (ops.q.new_zeros((len(HARMONICS), *keys), dtype=ops.arithmetic.work) for _ in range(2))
-        self.squares = torch.zeros_like(self.cos[0])
+        self.waves = ops.q.new_zeros((len(HARMONICS), *keys[:-1], 2), dtype=ops.arithmetic.work)  # real and imaginary parts
+        self.squares = ops.q.new_zeros(keys, dtype=ops.arithmetic.work)
 
     def add(self, piece: Piece, x: Tensor, weights: Tensor, factor: Tensor | float = 1.0) -> None:
         """Terms `x * factor` `[stacks, group * rows, keys]` of which x is rounded, times `weights` `[stacks, group * rows]`."""
         ar, half_step = self.ops.arithmetic, self._half_step(x)
         phase = x / half_step * math.pi
         size = torch.where(x.abs() >= self.lost, half_step, 0.0) * factor
-
-        def add(total: Tensor, of_cells: Tensor, of_rows: Tensor) -> None:
-            self.ops.add_keys(total, piece, ar.bound(ar.rough(of_cells).mT, of_rows)[..., :1])
-
-        for m, cos, sin in zip(HARMONICS, self.cos, self.sin, strict=True):
-            add(cos, (phase * m).cos() * size, ar.columns(weights))
-            add(sin, (phase * m).sin() * size, ar.columns(weights))
-        add(self.squares, size.square(), ar.columns(weights.square()))
+        of_rows = ar.columns(weights)
+        turn = torch.complex(phase.cos(), phase.sin())
+        wave = turn * size
+        for number, total in enumerate(self.waves):
+            if number:  # the next harmonic: a product takes a tenth of the time of a sine
+                wave = wave * turn
+            parts = torch.view_as_real(wave).flatten(-2)  # [stacks, group * rows, keys * 2]
+            self.ops.add_keys(total, piece, ar.bound(ar.rough(parts).mT, of_rows)[..., 0].unflatten(-1, (-1, 2)))
+        self.ops.add_keys(self.squares, piece, ar.bound(ar.rough(size.square()).mT, ar.columns(weights.square()))[..., :1])
 
     def _half_step(self, x: Tensor) -> Tensor:
         """Half of the dtype's spacing at x."""
@@ -57,8 +58,8 @@ class OneSided:
     def error(self) -> Tensor:
         """How large the error along the weights' direction may be beyond what chance explains, `[batch * heads_kv, seqlen_kv]`."""
         by_chance = of_chance(self.ops.key_deviations) * self.squares
-        orders = self.cos.new_tensor(HARMONICS)[:, None, None, None]
-        beyond = (self.cos.square() + self.sin.square() - by_chance).clamp_min(0.0) / orders.square()
+        orders = self.waves.new_tensor(HARMONICS)[:, None, None, None]
+        beyond = (self.waves.square().sum(-1, keepdim=True) - by_chance).clamp_min(0.0) / orders.square()
         return beyond.sum(0).sqrt()[..., 0]
 
 

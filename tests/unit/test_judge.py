@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pytest_longca.case import Case, Values
+from pytest_longca import judge as judging
+from pytest_longca.case import Case, Direction, Values
 from pytest_longca.inputs import Inputs, make_inputs
 from pytest_longca.judge import Result, Verdict, judge
 from pytest_longca.kernel import SUMS_IN_DTYPE, Kernel
@@ -66,6 +67,25 @@ def test_naive_passes_on_small_cases(
     case = Case(mask=Causal(*lengths), dtype=dtype, values=values, seed=seed, scale=scale, **sizes)
     wrong = [f"{verdict.tensor}: {verdict.message}" for verdict in verdicts_of(Naive(), case).values() if not verdict.ok]
     assert not wrong
+
+
+@pytest.mark.parametrize("direction", [Direction.FWD, Direction.FWD_BWD])
+@pytest.mark.parametrize("lengths", [(0, 9), (150, 141)])
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_tensors_measured_together_have_the_verdicts_that_each_has_alone(
+    lengths: tuple[int, int], direction: Direction, spoiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(mask=Causal(*lengths), batch=2, heads_q=6, heads_kv=2, head_dim=40, head_dim_v=24, dtype="bf16")
+    inputs = make_inputs(case)
+    result = run(Naive(), dataclasses.replace(case, scale=0.2) if spoiled else case, inputs)
+    reference = compute(dataclasses.replace(case, direction=direction), inputs)  # without a backward, nothing is held against gradients
+    together = judge(case, inputs, reference, result)
+    monkeypatch.setattr(judging, "ROWS_AT_ONCE", -1)
+    alone = judge(case, inputs, reference, result)
+    assert [verdict.tensor for verdict in together] == [verdict.tensor for verdict in alone]
+    for one, other in zip(together, alone, strict=True):
+        assert (one.ok, one.message, one.place) == (other.ok, other.message, other.place)
+        assert one.stats == pytest.approx(other.stats, rel=1e-13)
 
 
 def test_sums_in_bf16_are_allowed_only_to_kernels_that_declare_them() -> None:

@@ -14,14 +14,16 @@ from pytest_longca.case import Case, Layout, Values
 from pytest_longca.ids import parse_case
 from pytest_longca.inputs import Inputs, make_inputs
 from pytest_longca.judge import judge
-from pytest_longca.limits import RMS, concentrated, deviations, rounding_of
+from pytest_longca.limits import RMS, Bound, concentrated, deviations, rounding_of
 from pytest_longca.mask import Mask
 from pytest_longca.masks.block import UniformBlock
 from pytest_longca.masks.document import FullDocument
 from pytest_longca.masks.regular import Causal, CausalSlidingWindow, Full
 from pytest_longca.masks.window import GlobalSlidingWindow
+from pytest_longca.one_sided import HARMONICS, OneSided
 from pytest_longca.operands import Operands
 from pytest_longca.reference import Reference, compute
+from pytest_longca.sweep import Piece
 from tests.unit.fused import fused
 
 FORMS = pytest.mark.parametrize("round_p", [False, True], ids=["P kept", "P rounded"])
@@ -210,3 +212,24 @@ def test_an_error_of_a_term_that_is_the_sum_lies_along_it() -> None:
     assert concentrated(terms.square().sum(-1), squares, squares).tolist() == [9.0, 1.0]
     tiny = torch.tensor(1e-20)
     assert concentrated(tiny * 0, tiny, tiny) == tiny  # fourth powers underflow: all of it
+
+
+def test_harmonics_by_products_are_those_of_sines() -> None:
+    case = Case(mask=Full(40, 24), heads_q=2, heads_kv=1, head_dim=16, dtype="fp16")
+    ops = Operands(case, make_inputs(case), Exact(), rounding_of(case))
+    x, weights = torch.rand(1, 80, 24, dtype=torch.float64), torch.randn(1, 80, dtype=torch.float64)
+    one_sided = OneSided(ops, None)
+    one_sided.add(Piece(slice(0, 24), False), x, weights)
+    half_step = one_sided._half_step(x)
+    for order, total in zip(HARMONICS, one_sided.waves, strict=True):
+        for part, wave in enumerate((torch.cos, torch.sin)):
+            due = (wave(order * math.pi * x / half_step) * half_step * weights[..., None]).sum(1)
+            assert torch.allclose(total[..., part], due, rtol=0.0, atol=1e-10 * float(half_step.max()))
+
+
+def test_layout_of_all_fields_at_once_is_that_of_each() -> None:
+    case = Case(mask=Causal(33, 40), batch=2, heads_q=4, heads_kv=2, head_dim=16)
+    ops = Operands(case, make_inputs(case), Exact(), rounding_of(case))
+    bound = Bound(*torch.rand(9, ops.stacks, ops.group, 33).unbind())
+    pairs = zip(bound.laid_out(ops.per_row, True).tensors(), bound.laid_out(ops.per_row, False).tensors(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
