@@ -51,17 +51,23 @@ class _Total:
 
     def _hold(self, rows: slice, part: Part) -> None:
         if len(self._held) == HELD:
-            self._fold(accumulation_dtype(self.like.dtype))
+            self._take_first(accumulation_dtype(self.like.dtype))
         self._held.append((rows, part))
 
-    def _fold(self, dtype: torch.dtype) -> None:
-        """Take in what is held: neighbours of the same rows in one go, the last of them to a total of this dtype."""
-        held, self._held = self._held, []
+    def _finish(self, dtype: torch.dtype) -> None:
+        """Take in all that is held, the last of it to a total of this dtype."""
+        while self._held:
+            is_last = all(rows == self._held[0][0] for rows, _ in self._held)
+            self._take_first(dtype if is_last else accumulation_dtype(self.like.dtype))
+
+    def _take_first(self, dtype: torch.dtype) -> None:
+        """Take in the first that is held, and its neighbours of the same rows in one go."""
         if self._total is None:  # one of all rows first, if there is one: it is kept as it came, and no zeros are written for the others
-            held.sort(key=lambda entry: len(entry[1][0]) < len(self.like))
-        groups = [(rows, [part for _, part in parts]) for rows, parts in itertools.groupby(held, key=lambda entry: entry[0])]
-        for place, (rows, parts) in enumerate(groups, 1):
-            self._take(rows, parts, dtype if place == len(groups) else accumulation_dtype(self.like.dtype))
+            self._held.sort(key=lambda entry: len(entry[1][0]) < len(self.like))
+        rows = self._held[0][0]
+        parts = [part for _, part in itertools.takewhile(lambda entry: entry[0] == rows, self._held)]
+        del self._held[: len(parts)]
+        self._take(rows, parts, dtype)
 
     def _take(self, rows: slice, parts: list[Part], dtype: torch.dtype) -> None:
         before = [] if self._total is None else [self._total]
@@ -96,7 +102,7 @@ class OutSum(_Total):
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(out, lse) of all rows; rows that saw no key have out 0 and lse -inf."""
-        self._fold(self.like.dtype)
+        self._finish(self.like.dtype)
         out, lse = self._total or self._nothing(self.like.dtype)
         return out.to(self.like.dtype), lse
 
@@ -119,7 +125,7 @@ class GradSum(_Total):
 
     def result(self, dtype: torch.dtype) -> Tensor:
         """The sum of all rows, zero where nothing was added."""
-        self._fold(dtype)
+        self._finish(dtype)
         (total,) = self._total or self._nothing(dtype)
         return total.to(dtype)
 

@@ -141,6 +141,22 @@ def test_partial_results_are_read_and_written_in_their_sums_only(monkeypatch: py
     assert apart.seen <= {"empty_like"}
 
 
+def test_partial_results_wait_for_neighbours_of_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a loongtrain rank adds in a striped layout: one of all rows is kept as it came, the two of fewer rows are added in one go."""
+    honest, sums = merge.sum_into, list[tuple[int, torch.dtype, int]]()
+
+    def counted(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        sums.append((len(target), target.dtype, len(parts)))
+        honest(target, parts)
+
+    monkeypatch.setattr(merge, "sum_into", counted)
+    total = GradSum(torch.zeros(6, 1, 1, dtype=torch.bfloat16))
+    for start in (0, 1, 1, 0):
+        total.add(slice(start, 6), torch.ones(6 - start, 1, 1, dtype=torch.bfloat16))
+    assert total.result(torch.bfloat16).flatten().tolist() == [2.0, *[4.0] * 5]
+    assert sums == [(5, torch.float32, 3), (6, torch.bfloat16, 2)]
+
+
 def _first(part: Any) -> torch.Tensor:
     return part if isinstance(part, torch.Tensor) else part[0]
 
