@@ -148,5 +148,5 @@ def _add(total: OutSum, rows: slice, finish: Finish[tuple[Tensor, Tensor]]) -> N
 def _placed(dk: Tensor, dv: Tensor, keys: slice, block: Tensor) -> Tensor:
     """A block's packed gradient; keys that no row saw get zero."""
     dkv = torch.empty_like(block) if len(dk) == len(block) else torch.zeros_like(block)
-    dkv[keys, :, : dk.shape[-1]], dkv[keys, :, dk.shape[-1] :] = dk, dv
+    torch.cat((dk, dv), -1, out=dkv[keys])
     return dkv
