@@ -32,8 +32,10 @@ SIMULATED = "-m pytest_longca.parallel.bench --budget 0.5 --samples 3 --minutes 
 RANK = f"{SIMULATED} --warmup 0 --simulate-world 8 --simulate-ranks 3 --layouts striped"
 RANKS = f"{SIMULATED} --warmup 1 --simulate-world 64"
 DENSE = "{root}/tests/gpu/bench_dense.py --processes 12 --records {out}"
-TILES = "{root}/tests/gpu/bench_flashmask.py --sweep --parts fwd,dq --out {out}"
+TILES = "{root}/tests/gpu/bench_flashmask.py --sweep --parts fwd,dq,dkdv --processes 12 --out {out}"
 REGULAR = "full,causal,full_sliding_window,causal_sliding_window,full_document,causal_document"
+PINNED = " or ".join(f"sdpa_cudnn-{mask}]" for mask in ("causal", "full_document", "causal_document"))
+LEFT = f"examples and (fa4-global_sliding_window or flashmask-prefix_lm_document or {PINNED})"
 DENSITY = "{root}/tests/gpu/bench_sparse.py --do density --json {out}"
 SPARSE = "vsa_triton,vsa,cudnn_sparse,fa2_sparse,flashinfer"
 NCCL = "{root}/tests/gpu/bench_parallel_nccl.py --gpus {gpus} --json {out}"
@@ -64,7 +66,7 @@ TIMINGS = (
     Job("fa3", 110, f"{DENSE} --kernels flex,fa2,fa3 --masks {REGULAR} --minutes 1.7"),
     Job("gate", 320, "{root}/tests/gpu/bench_gate.py --minutes 5 --out {out}"),
     Job("naive", 60, f"{DRAWN} --longca-examples=250 --longca-masks=static --longca-kernels=naive --maxschedchunk=1", 1.0),
-    Job("tiles", 240, f"{TILES} --heads 64:64 --compare 8192 32768 --minutes 3.8"),
+    Job("tiles", 240, f"{TILES} --heads 64:64 --compare --minutes 3.8"),
     Job("density", 240, f"{DENSITY} --kernels {SPARSE} --lengths 32768 --minutes 3.9"),
     Job("density_64k", 150, f"{DENSITY} --kernels {SPARSE} --lengths 65536 --minutes 2.4"),
     Job(
@@ -84,9 +86,10 @@ TIMINGS = (
     Job("long", 320, f"{TIMED} --longca-preset=long --longca-kernels=flashmask,fa4,cudnn_flex --longca-budget=3m"),
 )
 VERDICTS = (
-    Job("examples", 300, f"{EXAMPLES} --longca-masks=global_sliding_window,prefix_lm_document --longca-kernels=fa4,flashmask", 0.2),
-    Job("examples_torch", 300, f"{EXAMPLES} --longca-masks=static --longca-kernels=sdpa_cudnn", 0.2),
-    Job("maps", 400, f"{MAPS} --longca-masks=block --longca-kernels={SPARSE},vsa_fastvideo_triton,fa4,naive,sdpa,flex", 0.6),
+    Job("examples", 300, f"{EXAMPLES} --longca-masks=static --longca-kernels=fa4,flashmask,sdpa_cudnn -k '{LEFT}'", 0.3),
+    Job("more", 300, f"{DRAWN} --longca-masks=full,causal --longca-kernels=sdpa_flash --longca-examples=600 --maxschedchunk=1", 0.15),
+    Job("maps", 400, f"{MAPS} --longca-masks=block --longca-kernels={SPARSE},vsa_fastvideo_triton,fa4", 0.6),
+    Job("smoke", 170, f"{PYTEST} --longca-kernels=all --longca-preset=smoke --benchmark-skip", 0.5),
     Job("known", 100, f"{PYTEST} --longca-kernels=all -k known"),
 )
 WORLDS = (Job("nccl", 560, f"{NCCL} --minutes 9.2 --stages fa2_8k,fa2,fast,documents,heterogeneous"),)
