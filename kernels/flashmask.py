@@ -33,7 +33,7 @@ Tiles = tuple[Tile, Tile, Tile]
 
 HOPPER: dict[int, Tiles] = {
     64: (Tile(128, 64, 8, 3, 128), Tile(128, 64, 8, 2, 128), Tile(64, 64, 4, 2)),
-    128: (Tile(128, 64, 8, 2, 128), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, early=True)),
+    128: (Tile(128, 64, 8, 2, 128), Tile(64, 64, 4, 3, in_registers=2), Tile(64, 64, 4, 2, early=True)),
     256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
 }
 """(forward, dq, dk and dv) for 2-byte dtypes on Hopper, by the largest padded head dim."""

@@ -32,7 +32,7 @@ class Tile:
     `max_registers` limits a thread's registers, so that two programs share an SM and one computes exponentials while the other
     multiplies; 0 is no limit. `early` (dk and dv) multiplies V dO^T before the exponentials, not after them: dS is then computed while
     P^T dO is multiplied, for more registers. `in_registers` counts the operands of a program's own rows that registers keep, not shared
-    memory, of which products of 64 x 64 then read half as much: q, then dO (dq), or k, then v (dk and dv). It has not been timed yet.
+    memory, of which products of 64 x 64 then read half as much: q, then dO (dq), or k, then v (dk and dv).
     """
 
     block: int
