@@ -42,7 +42,7 @@ class ContextParallel:
         saved: list[Saved] = []
         with self.lanes.apart():
             way_back = WayBack(self.heads)
-            for part in ahead(self._blocks_forward(*operands) for operands in self.heads.to_heads(q, self._packed(k, v))):
+            for part in ahead(self._blocks_forward(*operands) for operands in self.heads.to_heads((q,), self._replicated(k, v))):
                 way_back.send(part[2])
                 saved.append(part)
             (out,) = way_back.result()
@@ -52,7 +52,7 @@ class ContextParallel:
     def backward(self, do: Tensor, saved: Sequence[Saved]) -> tuple[Tensor, Tensor]:
         """dq `[tokens, heads_q, head_dim]` and packed dkv, the key/value heads still replicated, in the operands' dtype."""
         with self.lanes.apart():
-            way_back, groups = WayBack(self.heads), zip(self.heads.to_heads(do), saved, strict=True)
+            way_back, groups = WayBack(self.heads), zip(self.heads.to_heads((do,)), saved, strict=True)
             for grads in ahead(self._blocks_backward(do_part, *part) for (do_part,), part in groups):
                 way_back.send(*grads)
             dq, dkv = way_back.result()
@@ -109,11 +109,10 @@ class ContextParallel:
         """On a lowest lane if others travel and this block does not."""
         return self.lanes.launch(key, call, is_lowest=len(self.plan.shards) > 1 and block.sources == (self.plan.own,))
 
-    def _packed(self, k: Tensor, v: Tensor) -> Tensor:
-        """k and v side by side, `[tokens, heads, head_dim + head_dim_v]`: one message a hop; heads repeated where ranks outnumber them."""
-        kv = torch.cat((k, v), -1)
+    def _replicated(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v, which the exchange puts side by side, one message a hop; heads repeated where ranks outnumber them."""
         copies = self.heads.channel.size // k.shape[1]
-        return kv.repeat_interleave(copies, 1) if copies > 1 else kv
+        return (k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)) if copies > 1 else (k, v)
 
 
 class _Attend(torch.autograd.Function):

@@ -15,6 +15,9 @@ from torch import Tensor
 from pytest_longca.parallel.comm import Channel
 from pytest_longca.parallel.lanes import Finish
 
+Shares = Sequence[Sequence[Tensor]]
+"""Of each operand its tensors, `[U, tokens, heads, dim]`: what each rank of the axis gets of this rank's tokens."""
+
 
 @dataclass(slots=True, eq=False)
 class HeadExchange:
@@ -27,19 +30,21 @@ class HeadExchange:
     lengths: Sequence[int]
     groups: Sequence[int] = (1,)
 
-    def to_heads(self, *tensors: Tensor) -> Iterator[list[Tensor]]:
-        """Each group's share of `[tokens, heads, dim]` tensors, all tokens of the axis: the first group as soon as it is there."""
+    def to_heads(self, *operands: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Each group's share of the operands, all tokens of the axis: the first group as soon as it is there.
+
+        An operand is tensors `[tokens, heads, dim]` that come to lie side by side in the last axis.
+        """
         if self.channel.size == 1:
-            yield list(tensors)
+            yield [torch.cat(list(operand), -1) if len(operand) > 1 else operand[0] for operand in operands]
             return
         first, *others = self.parts()
-        arriving = [*self._sent(tensors, [first]), *self._sent(tensors, others)]
+        arriving = [*self._sent(operands, [first]), *self._sent(operands, others)]
         for received, shares, _ in arriving:  # beside the first transfer
-            _pack(received.split(list(self.lengths))[self.channel.rank], [share[self.channel.rank] for share in shares])
+            _pack(received.split(list(self.lengths))[self.channel.rank], shares, self.channel.rank)
         for received, shares, wait in arriving:
             wait()
-            widths = [share.shape[2] * share.shape[3] for share in shares]
-            yield [part.unflatten(-1, share.shape[2:]) for part, share in zip(received.split(widths, -1), shares, strict=True)]
+            yield _operands(received, shares)
 
     def parts(self) -> Iterator[slice]:
         """Which key/value heads of a rank are in each group."""
@@ -48,15 +53,16 @@ class HeadExchange:
             start, stop = stop, stop + count
             yield slice(start, stop)
 
-    def _sent(self, tensors: Sequence[Tensor], groups: Sequence[slice]) -> list[tuple[Tensor, list[Tensor], Finish[None]]]:
-        """Send these groups in one batch. Of each: where it will be, what it is of this rank's `[U, tokens, heads, dim]`, and the wait."""
+    def _sent(self, operands: Sequence[Sequence[Tensor]], groups: Sequence[slice]) -> list[tuple[Tensor, Shares, Finish[None]]]:
+        """Send these groups in one batch. Of each: where it will be, what it is of this rank's tokens, and the wait."""
         channel, split = self.channel, (self.channel.size, sum(self.groups), -1)
         found, messages = [], []
         for heads in groups:
-            shares = [x.unflatten(1, split)[:, :, heads].flatten(2, 3).transpose(0, 1) for x in tensors]
-            packed = tensors[0].new_empty(*shares[0].shape[:2], sum(share.shape[2] * share.shape[3] for share in shares))
+            shares = [[x.unflatten(1, split)[:, :, heads].flatten(2, 3).transpose(0, 1) for x in operand] for operand in operands]
+            like, width = shares[0][0], sum(x.shape[2] * x.shape[3] for operand in shares for x in operand)
+            packed = like.new_empty(*like.shape[:2], width)
             for others in channel.others:
-                _pack(packed[others], [share[others] for share in shares])
+                _pack(packed[others], shares, others)
             received = channel.landing(packed[channel.rank - 1], sum(self.lengths))  # another rank's part: this one's own is not packed
             found.append((received, shares))
             messages.append((packed.unbind(), received.split(list(self.lengths))))
@@ -101,10 +107,18 @@ class WayBack:
         return [whole.flatten(1, 3) for whole in wholes]
 
 
-def _pack(packed: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write `[..., heads, dim]` parts side by side."""
-    for place, part in zip(packed.split([part.shape[-2] * part.shape[-1] for part in parts], -1), parts, strict=True):
-        _copy(place.unflatten(-1, part.shape[-2:]), part)
+def _operands(packed: Tensor, shares: Shares) -> list[Tensor]:
+    """Views of the operands that lie side by side in `packed`, `[..., heads, dim]` each."""
+    sizes = [(operand[0].shape[2], sum(x.shape[3] for x in operand)) for operand in shares]
+    parts = packed.split([heads * dim for heads, dim in sizes], -1)
+    return [part.unflatten(-1, size) for part, size in zip(parts, sizes, strict=True)]
+
+
+def _pack(packed: Tensor, shares: Shares, ranks: int | slice) -> None:
+    """Write what these ranks get."""
+    for place, operand in zip(_operands(packed, shares), shares, strict=True):
+        for target, part in zip(place.split([x.shape[3] for x in operand], -1), operand, strict=True):
+            _copy(target, part[ranks])
 
 
 def _unpack(packed: Tensor, places: Sequence[Tensor]) -> None:

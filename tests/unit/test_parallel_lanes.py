@@ -29,6 +29,7 @@ from pytest_longca.parallel.mechanisms import MECHANISMS, Mesh
 from pytest_longca.parallel.setup import Sharing, bind, shards_of
 from pytest_longca.parallel.timing import strays_from_one_lane
 from pytest_longca.parallel.world import World
+from tests.unit.dispatched import Dispatched
 
 Clock = dict[str, int]
 
@@ -332,3 +333,12 @@ def test_copy_of_whole_words_and_of_numbers_alone(dtype: torch.dtype, dim: int, 
     _copy(target, source)
     assert torch.equal(target, source)
     assert int((buffer != 0).sum()) == 5 * 3 * dim, "nothing else was written"
+
+
+def test_exchange_of_heads_packs_keys_and_values_and_nobody_before_it() -> None:
+    """They lie side by side for the rings; made so before anything is sent, that was a copy that the first group waited for."""
+    bound, (q, k, v, _) = a_rank("full", Sharing("ulysses", 4), Lanes())
+    bound.forward(q, k, v)  # the plan is made
+    with Dispatched() as dispatched:
+        bound.forward(q, k, v)
+    assert dispatched.count["aten.cat.default"] == 1, "that of lse"
