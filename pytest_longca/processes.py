@@ -6,14 +6,18 @@ import os
 import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 HEAD_AND_TAIL = 2000
+
+LOOK_S = 1.0
+"""How long a signal may go unnoticed."""
 
 
 def start(target: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
@@ -51,6 +55,20 @@ def choose_triton_mode() -> None:
 def send(connection: Connection, answer: dict[str, Any]) -> None:
     """Send an answer as JSON."""
     connection.send_bytes(json.dumps(answer).encode())
+
+
+def wait_for(objects: Sequence[Any], timeout_s: float) -> list[Any]:
+    """Those of the connections and sentinels that are ready, as `multiprocessing.connection.wait` gives them; none after `timeout_s`.
+
+    A signal that comes between Python's last look for signals and the system call does not end the call: Ctrl-C would go unnoticed for as
+    long as a kernel hangs. So it is called again and again.
+    """
+    end = time.monotonic() + timeout_s
+    while True:
+        left = end - time.monotonic()
+        ready = wait(objects, max(0.0, min(left, LOOK_S)))
+        if ready or left <= LOOK_S:
+            return ready
 
 
 def kill_group(process: Any) -> None:

@@ -6,13 +6,13 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 from pytest_longca.errors import DidNotRun, InvalidArgument, LongcaError
 from pytest_longca.outcome import Crashed, TimedOut
-from pytest_longca.processes import choose_triton_mode, head_and_tail, how_it_ended, kill_group, send, settle, signal_group, start
+from pytest_longca.processes import choose_triton_mode, head_and_tail, how_it_ended, kill_group, send, settle, signal_group, start, wait_for
 from pytest_longca.sources import Source
 
 START_TIMEOUT_S = 120.0
@@ -100,9 +100,8 @@ class Worker:
 
     def close(self) -> None:
         """Kill the worker and whatever it started; its log goes with it."""
-        if self._process is None:
-            return
-        kill_group(self._process)
+        if self._process is not None:  # else its start was interrupted, perhaps, and there is a log already
+            kill_group(self._process)
         if self._connection:
             self._connection.close()
         if self._stderr:
@@ -119,7 +118,7 @@ class Worker:
             signal_group(process)
 
     def _answer(self, connection: Connection, timeout_s: float) -> dict[str, Any]:
-        ready = wait([connection, self._process.sentinel], timeout_s)
+        ready = wait_for([connection, self._process.sentinel], timeout_s)
         if not ready:
             self.close()
             raise DidNotRun(TimedOut(f"no answer within {round(timeout_s, 1):g} s; the worker was killed"))

@@ -9,13 +9,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 from pytest_longca.errors import DidNotRun, InvalidArgument
 from pytest_longca.outcome import Crashed, TimedOut
-from pytest_longca.processes import head_and_tail, how_it_ended, kill_group, send, settle, start
+from pytest_longca.processes import head_and_tail, how_it_ended, kill_group, send, settle, start, wait_for
 
 GRACE_S = 1.0  # between the first failure and the end of the others, which wait for it in a collective
 
@@ -104,8 +104,8 @@ class Pool:
         """The next answers of ranks that have none yet. A rank that died answers with an error, as of the beginning of time."""
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks) if rank not in answers}
         arrived = {}
-        for connection in wait(list(waiting), max(0.0, deadline - time.monotonic())):
-            rank = waiting[connection]  # type: ignore[index]  # wait returns what it was given
+        for connection in wait_for(list(waiting), deadline - time.monotonic()):
+            rank = waiting[connection]
             try:
                 arrived[rank] = dict(json.loads(self._ranks[rank][1].recv_bytes()))
             except (EOFError, OSError):

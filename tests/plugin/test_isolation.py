@@ -1,5 +1,6 @@
 """Isolation: which process runs a case, what is left when pytest is stopped or killed, and what running out of memory becomes."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +19,12 @@ import torch
 
 from pytest_longca.errors import DidNotRun
 from pytest_longca.outcome import Crashed, OutOfMemory, Passed
+from pytest_longca.parallel.pool import Pool
 from pytest_longca.report.record import Record
 from pytest_longca.report.store import read_records, write_records
+from pytest_longca.sources import Source
 from pytest_longca.subject import kernel_errors
+from pytest_longca.workers import Worker
 from tests.plugin.conftest import Run
 from tests.unit.test_workers import dies_within
 
@@ -107,12 +112,23 @@ def sleeping_in_a_kernel(path: Path, *more: str) -> Iterator[tuple[subprocess.Po
 @contextmanager
 def pytest_with_workers(path: Path, num: int, *args: str) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
     """pytest in a process of its own, and the workers, so many, in which a kernel sleeps."""
-    process = subprocess.Popen([sys.executable, "-m", "pytest", *args], cwd=path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with _heeding_interrupts():
+        process = subprocess.Popen([sys.executable, "-m", "pytest", *args], cwd=path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         yield process, _asleep(process, path, num)
     finally:
         process.kill()
         process.communicate()
+
+
+@contextmanager
+def _heeding_interrupts() -> Iterator[None]:
+    """Let what is started here heed SIGINT as at a terminal: what a shell starts in the background ignores it, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _asleep(process: "subprocess.Popen[bytes]", path: Path, num: int) -> list[int]:
@@ -167,6 +183,82 @@ def test_an_interrupt_while_cases_are_compiled_ahead_is_one_too(
     assert "KeyboardInterrupt" in output and "report: page.html" in output
     assert read_records(pytester.path / "records.jsonl") == [earlier]
     assert not [path for path in short_path.iterdir() if path.name.startswith(("longca-", "pymp-"))]
+
+
+@contextmanager
+def signal_that_ends_no_system_call(seconds: float) -> Iterator[None]:
+    """SIGUSR1 raises Noticed some time from now, but lets the main thread's system call go on.
+
+    So does a signal that comes between Python's last look for signals and the call, of a few microseconds; here another thread takes it.
+    """
+
+    def raise_noticed(number: int, frame: object) -> None:
+        raise Noticed
+
+    def take() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+        time.sleep(seconds)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    handler = signal.signal(signal.SIGUSR1, raise_noticed)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    thread = threading.Thread(target=take)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGUSR1, handler)
+
+
+class Noticed(Exception):
+    """A signal was."""
+
+
+ASLEEP = """
+import time
+from pytest_longca import jobs
+
+def sleep(world, request):
+    time.sleep(request["seconds"])
+    return {}
+
+jobs.JOBS["sleep"] = lambda shop, request: sleep(None, request)
+"""
+
+
+@pytest.mark.parametrize("kind", ["worker", "ranks"])
+def test_an_interrupt_that_comes_just_before_the_wait_for_an_answer_is_noticed(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "asleep_jobs.py"
+    path.write_text(ASLEEP)
+    worker, pool = Worker([Source("asleep_jobs", str(path))]), Pool(1, path=[str(tmp_path)])
+
+    def sleep(seconds: float) -> None:
+        if kind == "worker":
+            worker.call({"op": "sleep", "seconds": seconds}, 60)
+        else:
+            pool.call("asleep_jobs:sleep", {"seconds": seconds}, 60)
+
+    with contextlib.closing(worker), pool:
+        sleep(0)  # it is started
+        before = time.perf_counter()
+        with signal_that_ends_no_system_call(0.5), pytest.raises(Noticed):
+            sleep(20)
+        assert time.perf_counter() - before < 10
+
+
+def test_an_interrupt_while_a_worker_starts_leaves_no_file(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pytest_longca.workers.start", interrupted)
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    worker = Worker([])
+    with pytest.raises(KeyboardInterrupt):
+        worker.call({"op": "machine"}, 60)
+    worker.close()
+    assert not list(short_path.iterdir())
 
 
 def test_the_old_handler_of_sigterm_is_back_after_a_session(run: Run) -> None:
