@@ -11,8 +11,8 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from pytest_longca.kernel import Kernel
 from pytest_longca.machine import Machine
 from pytest_longca.mask import Form, Mask
 from pytest_longca.outcome import Passed
+from pytest_longca.processes import LOOK_S
 from pytest_longca.workers import Worker
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def run_all(
     pool = ThreadPoolExecutor(num_processes)
     futures = [pool.submit(run, one) for one in runs]
     try:
-        yield from (future.result() for future in as_completed(futures))
+        yield from _in_order_of_their_ends(futures)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         while not all(future.done() for future in futures):  # again and again: a thread may be about to start its process
@@ -214,6 +215,14 @@ def run_all(
         pool.shutdown()
         for worker in workers:
             worker.close()
+
+
+def _in_order_of_their_ends(futures: Iterable[Future[tuple[Run, dict[str, Any]]]]) -> Generator[tuple[Run, dict[str, Any]], None, None]:
+    """The results. A signal that comes just before the wait would end none without a time-out, as `processes.wait_for` says."""
+    pending = set(futures)
+    while pending:
+        done, pending = wait(pending, LOOK_S, FIRST_COMPLETED)
+        yield from (future.result() for future in done)
 
 
 def run_here(kernel: Kernel, case: Case, machine: Machine, checks: Sequence[str]) -> dict[str, Any]:

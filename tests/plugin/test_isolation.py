@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pytest_longca import warming
 from pytest_longca.errors import DidNotRun
+from pytest_longca.ids import parse_case
 from pytest_longca.outcome import Crashed, OutOfMemory, Passed
 from pytest_longca.parallel.pool import Pool
 from pytest_longca.report.record import Record
@@ -246,6 +248,17 @@ def test_an_interrupt_that_comes_just_before_the_wait_for_an_answer_is_noticed(t
         with signal_that_ends_no_system_call(0.5), pytest.raises(Noticed):
             sleep(20)
         assert time.perf_counter() - before < 10
+
+
+def test_an_interrupt_that_comes_just_before_the_wait_for_what_is_compiled_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "asleep_jobs.py"
+    path.write_text(ASLEEP + "jobs.JOBS['warm'] = lambda shop, request: time.sleep(20) or {}\n")
+    run = warming.Run("naive", parse_case("full(seqlen_q=1,seqlen_kv=1)/b1/h1:1/d8/fp32/fwd/s0"))
+    before = time.perf_counter()
+    going = warming.run_all([run], [Source("asleep_jobs", str(path))], 1, lambda kernel, case: 60)
+    with contextlib.closing(going), signal_that_ends_no_system_call(0.5), pytest.raises(Noticed):
+        next(going)
+    assert time.perf_counter() - before < 10
 
 
 def test_an_interrupt_while_a_worker_starts_leaves_no_file(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
