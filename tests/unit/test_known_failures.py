@@ -242,6 +242,7 @@ def test_scores_far_from_zero() -> None:
 ONE_KEY = "uniform_block(seqlen_q=1,seqlen_kv={keys},block_size=1,block_map=topk:1.0:h1:g1:s0)/b1/h1:1/d64/bf16/fwd_bwd/s1/in={values}"
 PLACE = "batch 0, head 0, row 0 (16-row tile 0, 128-row tile 0)"
 DRIFTED = f"truth: lse: {PLACE} error 0.000371 is 1.06 times its limit 0.000348; 1 of 1 rows are beyond their limits, in rows 0 to 0"
+WHOLE = f"truth: dv: {PLACE} error 0, along the row itself or over its 128-row tile 1.59 times what rounding explains"
 GARBAGE = f"truth: dv: {PLACE} error 1.55e+19 is 4.27e+19 times its limit 0.364; all of it is 2.775e+18 times what it should be"
 
 
@@ -250,6 +251,7 @@ GARBAGE = f"truth: dv: {PLACE} error 1.55e+19 is 4.27e+19 times its limit 0.364;
     [
         ("vsa", 255, "peaked", DRIFTED, "vsa-lse-drift"),
         ("vsa", 255, "peaked", DRIFTED.replace("lse", "dk"), "vsa-lse-drift"),
+        ("vsa", 129, "sentinel", WHOLE, "vsa-lse-drift"),
         ("vsa", 40, "peaked", DRIFTED, None),
         ("vsa", 255, "peaked", DRIFTED.replace("lse", "out"), None),
         ("vsa", 255, "peaked", DRIFTED.replace("1.06", "106"), None),
