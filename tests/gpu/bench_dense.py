@@ -369,6 +369,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--processes", type=int, default=10)
     parser.add_argument("--records", type=Path, help="a file that gets one line of JSON for each time")
+    parser.add_argument("--verdicts", type=Path, help="a file that gets one line of JSON for each cell that was verified, or not")
     parser.add_argument("--calls", type=float, default=0.0, help="minutes of the time for bench_calls.py, 0 for none")
     parser.add_argument("--figures", type=Path, help="what bench_calls.py found, one line of JSON for each figure")
     parser.add_argument("--check", help=argparse.SUPPRESS)
@@ -388,6 +389,8 @@ def main() -> int:
             case = sizes.case("causal", 1024)
             warmed(kernel_named(SLOW_TO_START), case, make_inputs(case, machine.device))
         verdicts = checking.result()
+    if args.verdicts:
+        args.verdicts.write_text("".join(f"{json.dumps(verdict)}\n" for verdict in verdicts), encoding="utf-8")
     passed = sum(v["kind"] == "passed" for v in verdicts)
     say(f"{passed} of {len(verdicts)} cells verified in {time.monotonic() - began:.0f} s")
     bench = Bench(sizes, machine, verdicts, began + 60 * args.minutes, args.records)

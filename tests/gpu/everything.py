@@ -27,15 +27,13 @@ GRACE_S = 10.0
 PYTEST = "-m pytest -p no:cacheprovider --longca-json={out}"
 TIMED = f"{PYTEST} -k timing"
 DRAWN = f"{PYTEST} -k examples --benchmark-skip"
-EXAMPLES, MAPS = (f"{DRAWN} --longca-examples={number} --maxschedchunk=1" for number in (210, 510))
+MAPS = f"{DRAWN} --longca-examples=510 --maxschedchunk=1 --longca-masks=block"
 SIMULATED = "-m pytest_longca.parallel.bench --budget 0.5 --samples 3 --minutes 4.5 --json {out}"
 RANK = f"{SIMULATED} --warmup 0 --simulate-world 8 --simulate-ranks 3 --layouts striped"
 RANKS = f"{SIMULATED} --warmup 1 --simulate-world 64"
 DENSE = "{root}/tests/gpu/bench_dense.py --processes 12 --records {out}"
 TILES = "{root}/tests/gpu/bench_flashmask.py --sweep --parts fwd,dq,dkdv --processes 12 --out {out}"
 REGULAR = "full,causal,full_sliding_window,causal_sliding_window,full_document,causal_document"
-PINNED = " or ".join(f"sdpa_cudnn-{mask}]" for mask in ("causal", "full_document", "causal_document"))
-LEFT = f"examples and (fa4-global_sliding_window or flashmask-prefix_lm_document or {PINNED})"
 DENSITY = "{root}/tests/gpu/bench_sparse.py --do density --json {out}"
 SPARSE = "vsa_triton,vsa,cudnn_sparse,fa2_sparse,flashinfer"
 NCCL = "{root}/tests/gpu/bench_parallel_nccl.py --gpus {gpus} --json {out}"
@@ -68,15 +66,17 @@ TIMINGS = (
     Job("naive", 60, f"{DRAWN} --longca-examples=250 --longca-masks=static --longca-kernels=naive --maxschedchunk=1", 1.0),
     Job("tiles", 240, f"{TILES} --heads 64:64 --compare --minutes 3.8"),
     Job("density", 240, f"{DENSITY} --kernels {SPARSE} --lengths 32768 --minutes 3.9"),
-    Job("density_64k", 150, f"{DENSITY} --kernels {SPARSE} --lengths 65536 --minutes 2.4"),
+    Job("density_64k", 150, f"{DENSITY} --kernels {SPARSE} --lengths 65536 --densities 1.0,0.8 --minutes 2.4"),
     Job(
         "density_128k",
-        200,
-        f"{DENSITY} --kernels vsa_triton,vsa,cudnn_sparse --sizes 64 --lengths 131072 --densities 1.0,0.8 --minutes 3.2",
+        100,
+        f"{DENSITY} --kernels vsa_triton,vsa,cudnn_sparse --sizes 128 --lengths 131072 --densities 1.0,0.1 --minutes 1.6",
     ),
+    Job("verified", 300, f"{DENSE} --check-seqlens 16384,32768 --seqlens 32768 --verdicts {{out}}.verdicts --minutes 4.9"),
     Job("mha", 320, f"{DENSE} --heads 64:64 --minutes 5.2"),
     Job("simulated", 280, f"{RANK} --kernels fa2 --masks full,causal --tokens 32768 --peers ring-flash-attn,yunchang"),
     Job("simulated_fast", 180, f"{RANK} --kernels cudnn_flex --masks full,causal --tokens 32768"),
+    Job("simulated_lane", 180, f"{RANK} --kernels cudnn_flex --masks full,causal --tokens 32768 --lanes 1"),
     Job(
         "simulated_documents",
         60,
@@ -86,10 +86,9 @@ TIMINGS = (
     Job("long", 320, f"{TIMED} --longca-preset=long --longca-kernels=flashmask,fa4,cudnn_flex --longca-budget=3m"),
 )
 VERDICTS = (
-    Job("examples", 300, f"{EXAMPLES} --longca-masks=static --longca-kernels=fa4,flashmask,sdpa_cudnn -k '{LEFT}'", 0.3),
-    Job("more", 300, f"{DRAWN} --longca-masks=full,causal --longca-kernels=sdpa_flash --longca-examples=600 --maxschedchunk=1", 0.15),
-    Job("maps", 400, f"{MAPS} --longca-masks=block --longca-kernels={SPARSE},vsa_fastvideo_triton,fa4", 0.6),
-    Job("smoke", 170, f"{PYTEST} --longca-kernels=all --longca-preset=smoke --benchmark-skip", 0.5),
+    Job("maps", 400, f"{MAPS} --longca-kernels=flashinfer", 0.4),
+    Job("drift", 150, f"{MAPS} --longca-kernels=vsa --longca-seed=3", 0.1),
+    Job("smoke", 220, f"{PYTEST} --longca-kernels=all --longca-preset=smoke --benchmark-skip --durations=100"),
     Job("known", 100, f"{PYTEST} --longca-kernels=all -k known"),
 )
 WORLDS = (Job("nccl", 560, f"{NCCL} --minutes 9.2 --stages fa2_8k,fa2,fast,documents,heterogeneous"),)
