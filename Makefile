@@ -12,8 +12,10 @@ BIN = $(VENV)/bin
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --longca-preset=smoke -n $(JOBS) -q
 
+# Bytecode is written even where PYTHONDONTWRITEBYTECODE is set: else each of the hundreds of processes that tests start compiles all
+# of the plugin, and rewrites every assertion of it and of Hypothesis, again.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
