@@ -1,9 +1,15 @@
 """A way to run pytest with the plugin in a directory of its own."""
 
+# Before pytester takes its snapshot of sys.modules: torch cannot be imported twice in one process; and the server that workers are
+# forked from then serves every inner run of this process, as it serves every kernel of a session: else each would start one that
+# imports torch, and that lives until this process ends. A run in a process of its own still starts its own.
+import multiprocessing.forkserver
+import multiprocessing.popen_forkserver
+import multiprocessing.resource_tracker  # noqa: F401
 from collections.abc import Callable
 
 import pytest
-import torch  # before pytester takes its snapshot of sys.modules: torch cannot be imported twice in one process
+import torch
 import torch.nn.attention.flex_attention  # noqa: F401
 
 KERNELS = '''
