@@ -43,7 +43,7 @@ def test_a_wrong_value_in_an_ini_file_leaves_a_plain_run_as_it_is(run: Run, wron
 def test_a_wrong_value_in_an_ini_file_leaves_a_plain_run_under_xdist_as_it_is(run: Run, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(PLAIN)
     pytester.makeini("[pytest]\nlongca_html = /no/such/folder/page.html\nlongca_kernels = nave\nlongca_baseline = none.jsonl\n")
-    assert run("-q", "-n2").ret == pytest.ExitCode.OK
+    assert run("-q", "-n1").ret == pytest.ExitCode.OK
 
 
 @pytest.mark.parametrize("wrong", WRONG, indirect=True)
@@ -62,7 +62,7 @@ def test_it_ends_a_run_whose_tests_ask_and_is_named_as_it_was_written(
 def test_it_ends_a_run_whose_tests_ask_under_xdist_too(run: Run, pytester: pytest.Pytester, line: str) -> None:
     pytester.makeini(f"[pytest]\nlongca_{line}\n")
     pytester.makepyfile("def test_mine(longca): pass")
-    result = run("-q", "-n2")
+    result = run("-q", "-n1")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert result.errlines[0].startswith(f"ERROR: longca_{line.split()[0]} in tox.ini: ")
 

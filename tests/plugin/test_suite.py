@@ -51,14 +51,6 @@ def test_it_gets_along_with_selection(judge: Run, args: tuple[str, ...]) -> None
     judge("--longca-kernels=naive", *args).assert_outcomes(passed=1)
 
 
-def test_it_gets_along_with_xdist(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest_subprocess(
-        "-n2", "-p", "no:cacheprovider", "--longca-kernels=naive", "--longca-masks=causal,full", "--longca-examples=3", "-k", "examples"
-    )
-    result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["*= longca =*"])
-
-
 def test_the_list_shows_refusals_and_runs_nothing(run: Run) -> None:
     result = run("--longca-list", "--longca-kernels=naive,flex", "--longca-masks=causal")
     assert result.ret == 0
@@ -128,8 +120,7 @@ def test_a_typo_is_a_usage_error_and_no_traceback_however_quiet_the_run(run: Run
     assert not [line for line in result.outlines if "test" in line or "Error" in line]
 
 
-@pytest.mark.parametrize("asks", ["longca_kernel", "longca"])
-@pytest.mark.parametrize("args", ["-q", "-q -n2"])
+@pytest.mark.parametrize(("args", "asks"), [("-q", "longca_kernel"), ("-q", "longca"), ("-q -n2", "longca_kernel"), ("-q -n1", "longca")])
 def test_a_typo_in_an_ini_file_is_a_usage_error_of_the_run_whose_tests_ask(
     run: Run, pytester: pytest.Pytester, asks: str, args: str
 ) -> None:
