@@ -133,6 +133,11 @@ class Session:
         join([threading.Thread(target=self.run, args=(job, devices)) for job in jobs])
 
 
+def heed_interrupts() -> None:
+    """What a shell starts in the background ignores SIGINT, and so would the jobs: they heed it as at a terminal."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def interrupt(process: subprocess.Popen[bytes]) -> int:
     """End a job as Ctrl-C does, and by force whatever is left of it and of what it started."""
     os.killpg(process.pid, signal.SIGINT)
@@ -157,6 +162,7 @@ def count_gpus() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    heed_interrupts()
     known = {job.name: job for job in (*TIMINGS, *VERDICTS, *WORLDS)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=25.0, help="all jobs together (default: 25)")
