@@ -27,6 +27,7 @@ from pytest_longca.report.store import read_records, write_records
 from pytest_longca.sources import Source
 from pytest_longca.subject import kernel_errors
 from pytest_longca.workers import Worker
+from tests.interrupts import heeding_interrupts
 from tests.plugin.conftest import Run
 from tests.unit.test_workers import dies_within
 
@@ -114,23 +115,13 @@ def sleeping_in_a_kernel(path: Path, *more: str) -> Iterator[tuple[subprocess.Po
 @contextmanager
 def pytest_with_workers(path: Path, num: int, *args: str) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
     """pytest in a process of its own, and the workers, so many, in which a kernel sleeps."""
-    with _heeding_interrupts():
+    with heeding_interrupts():
         process = subprocess.Popen([sys.executable, "-m", "pytest", *args], cwd=path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         yield process, _asleep(process, path, num)
     finally:
         process.kill()
         process.communicate()
-
-
-@contextmanager
-def _heeding_interrupts() -> Iterator[None]:
-    """Let what is started here heed SIGINT as at a terminal: what a shell starts in the background ignores it, and so do its children."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _asleep(process: "subprocess.Popen[bytes]", path: Path, num: int) -> list[int]:

@@ -1,14 +1,15 @@
 """tests/gpu/everything.py without a GPU: jobs end, are interrupted, or find no time; what they wrote stays."""
 
 import importlib.util
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.interrupts import heeding_interrupts
 
 SCRIPT = Path(__file__).parents[1] / "gpu/everything.py"
 
@@ -22,15 +23,6 @@ def everything() -> ModuleType:
     return module
 
 
-@pytest.fixture
-def heeds_interrupts() -> Iterator[None]:
-    """What is started from here on heeds SIGINT, also where the shell had this process ignore it, as it does in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("heeds_interrupts")
 def test_a_job_that_hangs_is_interrupted_with_all_it_started_and_keeps_its_log(everything: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(
         "import subprocess, sys, time\n"
@@ -40,7 +32,8 @@ def test_a_job_that_hangs_is_interrupted_with_all_it_started_and_keeps_its_log(e
     )
     session = everything.Session(tmp_path, 1, minutes=1)
     began = time.monotonic()
-    session.run(everything.Job("hangs", 2.0, f"{tmp_path}/hangs.py"), [0])
+    with heeding_interrupts():
+        session.run(everything.Job("hangs", 2.0, f"{tmp_path}/hangs.py"), [0])
     assert time.monotonic() - began < 10
     (end,) = session.ends
     assert end.startswith("hangs: interrupted")
